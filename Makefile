@@ -1,0 +1,52 @@
+# Two commands do all set-up: `make roundtrip` and `make test`. Both need Python 3.10 or newer, git and make.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
+
+.PHONY: help roundtrip test lint format pin system-deps clean clean-cache
+
+help: ## what there is
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+roundtrip: $(VENV)/node.stamp ## the main job: every series on its real base, up, attested, and down again byte for byte
+	$(BIN)/python tools/apply.py roundtrip -v
+
+test: $(VENV)/test.stamp ## unit, corpus, fault and engine tests
+	$(BIN)/python -m pytest -m "not router and not rig"
+
+lint: $(VENV)/test.stamp ## formatting, types, the bundle's own checker
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tools/check_sources.py
+
+format: $(VENV)/test.stamp ## let ruff rewrite what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+pin: $(VENV)/node.stamp ## recompute patches/pins.lock after an edit of a patch or source
+	$(BIN)/python tools/apply.py pin -v || test $$? -eq 3
+
+system-deps: ## Debian packages that the router's build and the rig need
+	apt-get install --yes --no-install-recommends $$(grep -vE '^(#|$$)' requirements/debian.txt)
+
+clean: ## what was made in the clone
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-cache: $(VENV)/node.stamp ## cached archives that no current file names
+	$(BIN)/python tools/apply.py clean-cache || test $$? -eq 3
+
+# The node's few packages first: the main job must not wait for torch.
+$(VENV)/node.stamp: requirements/node.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -r requirements/node.txt
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/node.stamp requirements/test.txt
+	$(PIP) -r requirements/test.txt
+	touch $@

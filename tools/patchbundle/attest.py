@@ -1,0 +1,127 @@
+"""Attestation: is the whole tree the pinned release, but for what the series changes?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from patchbundle import record
+from patchbundle.bases import Base
+from patchbundle.errors import BundleError, Reason
+from patchbundle.identity import ABSENT, Identity
+from patchbundle.manifest import Bundle
+from patchbundle.state import State
+from patchbundle.tree import Tree
+
+# Build outputs that may lie in a crate without being a part of it.
+_SKIP = frozenset({"__pycache__", "target", ".git"})
+
+
+@dataclass(frozen=True)
+class Attestation:
+    """The verdict. ``archive`` is the pinned archive that the tree was made from; ``extra`` are paths that the
+    release does not have: they are listed, not refused."""
+
+    archive: str
+    checked: int
+    missing: tuple[str, ...]
+    changed: tuple[str, ...]
+    extra: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        return not self.missing and not self.changed
+
+
+def attest(tree: Tree, bundle: Bundle, state: State, level: int) -> Attestation:
+    """Compare every file of the release with the tree. Pinned paths were compared by ``state`` already.
+
+    Raises:
+        BundleError: NOT_ATTESTED, if the release's own list of files is not to be had or is not the pinned one.
+    """
+    base = state.base
+    archive, expected = _entries_of_crate(bundle, base) if base.is_crate else _entries_of_wheel(tree, state, level)
+    pinned = set(state.pins.paths) | {base.receipt}
+    top = "" if base.is_crate else base.marker.partition("/")[0]
+    found: dict[str, Identity] = {}
+    extra = []
+    for path, item in tree.walk(top, _SKIP):
+        if item.identity.kind == "folder":
+            continue
+        found[path] = item.identity
+        if path not in expected and path not in pinned:
+            extra.append(path)
+    missing, changed = [], []
+    for path, (digest, size) in sorted(expected.items()):
+        if path in pinned:
+            continue
+        identity = found.get(path) or tree.find(path).identity
+        if identity == ABSENT:
+            missing.append(path)
+        elif (identity.sha256, identity.size) != (digest, size):
+            changed.append(path)
+    changed += [file.path for file in state.files if not file.holds]
+    return Attestation(archive, len(expected), tuple(missing), tuple(sorted(changed)), tuple(extra))
+
+
+def _entries_of_wheel(tree: Tree, state: State, level: int) -> tuple[str, dict[str, tuple[str, int]]]:
+    """The release's entries, from the tree's own RECORD with our lines undone and recognised by its digest."""
+    data = state.data(state.record_path)
+    if data is None or state.record_path is None:
+        raise BundleError(
+            Reason.NOT_ATTESTED,
+            str(tree.root),
+            expected="the distribution's RECORD",
+            found="none",
+            next_step="reinstall the distribution; without its RECORD only pinned files can be checked",
+        )
+    receipt = state.base.receipt
+    old = {receipt: record.found(data, receipt), **state.pins.at(level)}
+    new = {receipt: ABSENT, **state.pins.at(0)}
+    entries = record.entries(record.edit(data, old, new, state.record_path))
+    digest = record.entries_digest(entries)
+    for archive in state.base.archives:
+        if archive.entries == digest:
+            return archive.filename, entries
+    raise BundleError(
+        Reason.NOT_ATTESTED,
+        f"{tree.root}/{state.record_path}",
+        expected=f"the entries of a published wheel of {state.base.distribution} {state.base.version}",
+        found=f"entries with digest {digest}",
+        next_step="reinstall the distribution from the package index",
+    )
+
+
+def _entries_of_crate(bundle: Bundle, base: Base) -> tuple[str, dict[str, tuple[str, int]]]:
+    listing = bundle.artifacts[f"config/{base.members}"]
+    return base.archives[0].filename, parse_members(listing, f"config/{base.members}")
+
+
+def parse_members(raw: bytes, where: str) -> dict[str, tuple[str, int]]:
+    """Read a list of an archive's members, one ``sha256 size path`` a line.
+
+    Raises:
+        BundleError: MANIFEST.
+    """
+    result = {}
+    for number, line in enumerate(raw.decode("utf-8").splitlines(), 1):
+        parts = line.split(" ", 2)
+        if len(parts) != 3 or len(parts[0]) != 64 or not parts[1].isdigit():
+            raise BundleError(Reason.MANIFEST, f"{where}:{number}", expected="sha256 size path", found=repr(line))
+        result[parts[2]] = (parts[0], int(parts[1]))
+    return result
+
+
+def dump_members(entries: Mapping[str, tuple[str, int]]) -> bytes:
+    return "".join(f"{digest} {size} {path}\n" for path, (digest, size) in sorted(entries.items())).encode("utf-8")
+
+
+def tree_digest(tree: Tree) -> str:
+    """One digest of everything below a root: paths, kinds, exact permission bits and bytes. Bytecode is left out."""
+    total = hashlib.sha256()
+    for path, found in tree.walk():
+        bits = f"{found.status.st_mode & 0o7777:04o}" if found.status is not None else "-"
+        line = f"{path}\0{found.identity.kind}\0{bits}\0{found.identity.sha256}\n"
+        total.update(line.encode("utf-8", "surrogateescape"))
+    return total.hexdigest()

@@ -1,0 +1,451 @@
+"""The command line: arguments in, words or JSON out, exit codes as in :class:`Exit`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from patchbundle import __version__, fetch, manifest, pin, scan, transaction, work
+from patchbundle import target as target_module
+from patchbundle.errors import BundleError, Exit, Reason
+from patchbundle.manifest import Bundle
+from patchbundle.plan import Plan
+from patchbundle.state import State
+from patchbundle.target import Target
+from patchbundle.tree import Tree
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_SCHEMA = 1
+
+
+def bundle_root() -> Path:
+    """The bundle that this package belongs to: beside an installed package, or the checkout around it."""
+    here = Path(__file__).resolve().parent
+    installed = here / "_bundle"
+    return installed if installed.is_dir() else here.parents[1]
+
+
+class Report:
+    """What a verb has to say. Text goes out as it comes, JSON once at the end."""
+
+    def __init__(self, verb: str, as_json: bool, verbose: bool) -> None:
+        self.verb = verb
+        self.as_json = as_json
+        self.verbose = verbose
+        self.result: dict[str, Any] = {}
+        self._began = time.monotonic()
+
+    def say(self, text: str = "") -> None:
+        if not self.as_json:
+            click.echo(text)
+
+    def detail(self, text: str) -> None:
+        if self.verbose:
+            self.say(text)
+
+    def progress(self, text: str) -> None:
+        """Something takes a while: tell on standard error, from the first second on."""
+        if self.verbose or time.monotonic() - self._began > 1.0:
+            click.echo(f"… {text}", err=True)
+
+    def end(self, code: Exit, error: BundleError | None = None) -> None:
+        if self.as_json:
+            table = {
+                "schema": _SCHEMA,
+                "tool": __version__,
+                "verb": self.verb,
+                "exit": int(code),
+                "result": self.result,
+                "error": None if error is None else error.as_dict(),
+            }
+            click.echo(json.dumps(table, indent=1, sort_keys=True))
+        elif error is not None:
+            click.echo(str(error), err=True)
+        sys.exit(int(code))
+
+
+def verb(name: str) -> Callable[[Callable[..., Exit]], Callable[..., None]]:
+    """Turn a function (report, …) -> Exit into a command's callback with the options that every verb has."""
+
+    def decorate(function: Callable[..., Exit]) -> Callable[..., None]:
+        @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (schema/output-1.json).")
+        @click.option("-v", "--verbose", is_flag=True, help="Say what is being done.")
+        @click.option(
+            "--bundle",
+            "bundle_path",
+            type=click.Path(path_type=Path, file_okay=False),
+            default=None,
+            help="The bundle to work with.  [default: the one of this tool]",
+        )
+        @functools.wraps(function)
+        def callback(as_json: bool, verbose: bool, bundle_path: Path | None, **options: Any) -> None:
+            report = Report(name, as_json, verbose)
+            try:
+                code = function(report, (bundle_path or bundle_root()).resolve(), **options)
+            except BundleError as error:
+                report.end(error.exit_code, error)
+            except OSError as error:
+                where = error.filename or "a call on the file system"
+                fault = BundleError(Reason.STOPPED, str(where), found=error.strerror or str(error))
+                report.end(fault.exit_code, fault)
+            else:
+                report.end(code)
+
+        return callback
+
+    return decorate
+
+
+def target_options(function: _F) -> _F:
+    options = (
+        click.option(
+            "--root",
+            type=click.Path(path_type=Path),
+            help="A folder that holds sglang/ or the router's crate, or a checkout or virtual environment around it.",
+        ),
+        click.option("--python", metavar="EXE", help="Ask this interpreter where its sglang is.  [default: this one]"),
+        click.option("--role", type=click.Choice(["prefill", "decode", "router"]), help="Only bases of this role."),
+        click.option("--require-torch", is_flag=True, help="Refuse if no torch is seen beside the target."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _discover(report: Report, bundle: Bundle, options: Mapping[str, Any]) -> Target:
+    if options["root"] is not None and options["python"] is not None:
+        raise click.UsageError("give --root or --python, not both")
+    target = target_module.discover(bundle, **options)
+    for line in target.describe():
+        report.say(line)
+    report.result["target"] = {"root": str(target.root), "version": target.version, "torch": target.torch}
+    return target
+
+
+def _plan_result(report: Report, state: State, plan: Plan) -> None:
+    report.result["plan"] = {
+        "base": plan.base.id,
+        "from": state.pins.name_of(plan.from_level),
+        "to": state.pins.name_of(plan.to_level),
+        "operations": [
+            {"verb": op.verb, "path": op.path, "old": str(op.old), "new": str(op.new)} for op in plan.operations
+        ],
+        "new_folders": list(plan.new_folders),
+        "gone_folders": list(plan.gone_folders),
+    }
+    report.say(f"base:    {plan.base.id} ({plan.base.role})")
+    report.say(f"from:    level {plan.from_level} ({state.pins.name_of(plan.from_level)})")
+    report.say(f"to:      level {plan.to_level} ({state.pins.name_of(plan.to_level)})")
+    for op in plan.operations:
+        report.say(f"  {op.verb:<7} {op.path}")
+        report.detail(f"          {op.old.brief()} -> {op.new.brief()}")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="patchbundle")
+def apply_cli() -> None:
+    """Put a pinned series of patches on a pinned release, and take it off again, byte for byte.
+
+    \b
+    Exit codes: 0 done, 1 refused, 2 usage, 3 nothing to do, 4 recovery needed,
+    5 another process is writing, 6 the file system failed (the tree is as it was).
+    """
+
+
+def _change(direction: str) -> Callable[..., Exit]:
+    def run(report: Report, bundle_path: Path, to: str | None, dry_run: bool, **options: Any) -> Exit:
+        bundle = manifest.load(bundle_path)
+        target = _discover(report, bundle, options)
+        state, plan = work.make_plan(bundle, target, direction, to)
+        _plan_result(report, state, plan)
+        if not plan.operations:
+            report.say(f"nothing to do: the tree is at level {plan.to_level} ({state.pins.name_of(plan.to_level)})")
+            return Exit.NOTHING_TO_DO
+        if dry_run:
+            with Tree(target.root) as tree:
+                warnings = transaction.preflight(tree, plan, target.prefixes)
+            report.result["warnings"] = warnings
+            report.say("dry run: nothing was written")
+            return Exit.DONE
+        outcome = work.execute(bundle, target, state, plan, report.progress)
+        report.result["dropped_bytecode"] = list(outcome.dropped)
+        report.result["warnings"] = list(outcome.warnings)
+        for path in outcome.dropped:
+            report.detail(f"  dropped {path}")
+        for warning in outcome.warnings:
+            report.say(f"warning: {warning}")
+        report.say(f"done: level {plan.to_level} ({state.pins.name_of(plan.to_level)}); restart what runs from this tree")
+        return Exit.DONE
+
+    return run
+
+
+_to = click.option("--to", metavar="ID", help="Stop at this patch; 'base' is the release itself.  [default: all]")
+_dry = click.option("-n", "--dry-run", is_flag=True, help="Check everything, write nothing.")
+
+
+@apply_cli.command("apply")
+@target_options
+@_to
+@_dry
+@verb("apply")
+def apply_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
+    """Apply the series, up to --to."""
+    return _change("apply")(report, bundle_path, **options)
+
+
+@apply_cli.command("revert")
+@target_options
+@_to
+@_dry
+@verb("revert")
+def revert_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
+    """Take the series off, down to --to."""
+    return _change("revert")(report, bundle_path, **options)
+
+
+@apply_cli.command("plan")
+@target_options
+@_to
+@click.option("--revert", "down", is_flag=True, help="Plan the way down instead of up.")
+@verb("plan")
+def plan_command(report: Report, bundle_path: Path, to: str | None, down: bool, **options: Any) -> Exit:
+    """Show what apply (or revert) would do. Needs no lock and no write access."""
+    bundle = manifest.load(bundle_path)
+    target = _discover(report, bundle, options)
+    state, plan = work.make_plan(bundle, target, "revert" if down else "apply", to)
+    _plan_result(report, state, plan)
+    if not plan.operations:
+        report.say("nothing to do")
+        return Exit.NOTHING_TO_DO
+    return Exit.DONE
+
+
+@apply_cli.command("status")
+@target_options
+@verb("status")
+def status_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
+    """Tell where a tree stands, file by file. Needs no lock and no write access.
+
+    Exit code 0 at a known level, 1 if the tree has drifted, 4 if a run was interrupted.
+    """
+    bundle = manifest.load(bundle_path)
+    target = _discover(report, bundle, options)
+    status = work.status(bundle, target)
+    state = status.state
+    report.result["status"] = {
+        "base": state.base.id,
+        "role": state.base.role,
+        "bundle": bundle.lock.digest,
+        "level": state.level,
+        "name": state.level_name,
+        "nearest": state.pins.name_of(state.nearest),
+        "levels": list(state.pins.levels),
+        "receipt": state.receipt,
+        "record": "not seen" if state.record_path is None else "as pinned" if state.record_fault is None else "drifted",
+        "files": [{"path": file.path, "word": file.word, "holds": file.holds} for file in state.files],
+        "unexpected": list(state.unexpected),
+        "gates": status.gates,
+        "stale_bytecode": [str(cache.folder / cache.path) for cache in status.stale],
+        "older_processes": [{"pid": process.pid, "name": process.name} for process in status.processes],
+    }
+    report.say(f"base:    {state.base.id} ({state.base.role})")
+    top = len(state.pins.levels)
+    if state.level is not None:
+        report.say(f"level:   {state.level} of {top} ({state.level_name})")
+    else:
+        report.say(f"level:   drifted; nearest is {state.nearest} of {top} ({state.pins.name_of(state.nearest)})")
+    report.say(f"receipt: {state.receipt}")
+    for file in state.files:
+        report.say(f"  {file.word:<19} {file.path}")
+    for path in state.unexpected:
+        report.say(f"  {'unexpected':<19} {path}")
+    if state.record_fault is not None:
+        report.say(f"  {'drifted':<19} {state.record_fault.where}")
+    for name, value in status.gates.items():
+        report.say(f"gate:    {name}={value}")
+    for cache in status.stale:
+        report.say(f"stale bytecode: {cache.folder / cache.path} ({cache.kind})")
+    for process in status.processes:
+        report.say(f"running since before the change: {process.name}, pid {process.pid}")
+    return Exit.DONE if state.level is not None else Exit.REFUSED
+
+
+@apply_cli.command("recover")
+@click.option("--root", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="The tree's root.")
+@click.option("--back", is_flag=True, help="Go back to the old state instead of on to the new one.")
+@_dry
+@verb("recover")
+def recover_command(report: Report, bundle_path: Path, root: Path, back: bool, dry_run: bool) -> Exit:
+    """Finish (or with --back undo) a run that was interrupted. Needs no bundle: all is beside the files."""
+    root = root.resolve()
+    if dry_run:
+        with Tree(root) as tree:
+            log = transaction.pending(tree)
+            found = transaction.interrupted(tree)
+        report.result["interrupted"] = found
+        report.result["phase"] = log.phase if log else None
+        report.say(f"interrupted in phase {log.phase}" if log else "interrupted at its start" if found else "nothing to do")
+        return Exit.DONE if found else Exit.NOTHING_TO_DO
+    state, log = transaction.recover(root, back=back)
+    report.result["state"] = state
+    if log is not None:
+        level = log.to_level if state == "new" else log.from_level
+        report.result["level"] = level
+        report.say(f"recovered: the tree is {state}, at {level} of {log.base}")
+    else:
+        report.say("nothing to do" if state == "clean" else "recovered: nothing had been changed")
+    return Exit.NOTHING_TO_DO if state == "clean" else Exit.DONE
+
+
+@apply_cli.command("roundtrip")
+@click.option("--role", type=click.Choice(["prefill", "decode", "router"]), help="Only this role.")
+@click.option("--offline", is_flag=True, help="Take archives from the cache only.")
+@verb("roundtrip")
+def roundtrip_command(report: Report, bundle_path: Path, role: str | None, offline: bool) -> Exit:
+    """Every series on its real base, up and down, attested at each level and compared byte for byte."""
+    scan.check(bundle_path)
+    bundle = manifest.load(bundle_path)
+    rows = [
+        work.roundtrip(bundle, base, offline=offline, progress=report.progress)
+        for base in bundle.bases.values()
+        if role in (None, base.role)
+    ]
+    head = ("role", "base", "patches", "files", "sources", "before", "after", "reverted", "seconds")
+    table = [
+        (r.role, r.base, r.patches, r.touched, r.sources, r.before[:12], r.after[:12], r.reverted[:12], f"{r.seconds:.1f}")
+        for r in rows
+    ]
+    widths = [max(len(str(line[column])) for line in [head, *table]) for column in range(len(head))]
+    for line in [head, *table]:
+        report.say("  ".join(f"{cell!s:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+    report.result["rows"] = [vars(row) | {"holds": row.holds} for row in rows]
+    return Exit.DONE if all(row.holds for row in rows) else Exit.REFUSED
+
+
+@apply_cli.command("pin")
+@click.option("--check", is_flag=True, help="Write nothing; exit code 1 if the lock would change.")
+@click.option("--members", is_flag=True, help="First rewrite the member lists of source archives under config/.")
+@click.option("--offline", is_flag=True, help="Take archives from the cache only.")
+@verb("pin")
+def pin_command(report: Report, bundle_path: Path, check: bool, members: bool, offline: bool) -> Exit:
+    """Recompute patches/pins.lock, after proving that every diff applies exactly and comes off again."""
+    if members and not check:
+        for path in pin.write_members(bundle_path, offline=offline):
+            report.say(f"written: {path}")
+    lock, changed = pin.pin(bundle_path, offline=offline, write=not check)
+    report.result["changed"] = changed
+    report.result["digest"] = lock.digest
+    report.say(f"{'changed' if changed else 'unchanged'}: patches/pins.lock, bundle {lock.digest}")
+    if not changed:
+        return Exit.NOTHING_TO_DO
+    return Exit.REFUSED if check else Exit.DONE
+
+
+@apply_cli.command("fetch-base")
+@click.option("--role", type=click.Choice(["prefill", "decode", "router"]), help="Only this role.")
+@click.option("--archive", metavar="FILE", help="Only the archive of this name.")
+@click.option("--all", "every", is_flag=True, help="Every published archive, not just this machine's.")
+@click.option("--offline", is_flag=True, help="Only look in the cache.")
+@verb("fetch-base")
+def fetch_command(
+    report: Report, bundle_path: Path, role: str | None, archive: str | None, every: bool, offline: bool
+) -> Exit:
+    """Fetch the pinned archives into the cache, by hash. What is there already is checked again."""
+    bases = [base for base in manifest.load_unlocked(bundle_path).bases.values() if role in (None, base.role)]
+    wanted = []
+    for base in bases:
+        if archive is not None:
+            wanted += [(base, item) for item in base.archives if item.filename == archive]
+        else:
+            wanted += [(base, item) for item in (base.archives if every else [fetch.default_archive(base)])]
+    if not wanted:
+        raise BundleError(Reason.ARCHIVE, str(archive), expected="an archive of config/bases.toml", found="none")
+    report.result["archives"] = []
+    for base, item in wanted:
+        report.progress(f"fetching {item.filename}")
+        place = fetch.fetch(base, item, offline=offline)
+        report.result["archives"].append({"path": str(place), "sha256": item.sha256})
+        report.say(f"{item.sha256}  {place}")
+    return Exit.DONE
+
+
+@apply_cli.command("clean-cache")
+@verb("clean-cache")
+def clean_command(report: Report, bundle_path: Path) -> Exit:
+    """Remove cached archives that this bundle does not name."""
+    keep = {item.sha256 for base in manifest.load_unlocked(bundle_path).bases.values() for item in base.archives}
+    removed = fetch.clean(keep)
+    report.result["removed"] = [str(path) for path in removed]
+    for path in removed:
+        report.say(f"removed {path}")
+    return Exit.DONE if removed else Exit.NOTHING_TO_DO
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="patchbundle")
+@target_options
+@click.option(
+    "--expect",
+    type=click.Choice(["base", "applied", "any"]),
+    default="any",
+    show_default=True,
+    help="Where the target must stand.",
+)
+@click.option("--full", is_flag=True, help="Compare every file of the target with the pinned release.")
+@verb("check")
+def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, **options: Any) -> Exit:
+    """Verify the bundle itself and, with --root or --python, a target. Read-only.
+
+    \b
+    Exit codes: 0 holds, 1 does not hold, 2 usage, 4 a run was interrupted, 6 the file system failed.
+    """
+    scanned = scan.check(bundle_path)
+    bundle = manifest.load(bundle_path)
+    report.result["bundle"] = {"digest": bundle.lock.digest, "files": scanned, "patches": len(bundle.patches)}
+    report.say(f"bundle:  {bundle.lock.digest}, {len(bundle.patches)} patches, {scanned} files scanned")
+    if options["root"] is None and options["python"] is None:
+        if full or expect != "any" or options["role"] or options["require_torch"]:
+            raise click.UsageError("--expect, --full, --role and --require-torch need --root or --python")
+        return Exit.DONE
+    target = _discover(report, bundle, options)
+    state, attestation = work.check_target(bundle, target, expect, full)
+    report.result["level"] = state.level
+    report.result["name"] = state.level_name
+    report.say(f"holds:   {state.base.id} at level {state.level} ({state.level_name})")
+    if attestation is not None:
+        report.result["attestation"] = {
+            "archive": attestation.archive,
+            "checked": attestation.checked,
+            "extra": list(attestation.extra),
+        }
+        report.say(f"release: {attestation.checked} files as in {attestation.archive}, {len(attestation.extra)} extra")
+        for path in attestation.extra:
+            report.detail(f"  extra {path}")
+    return Exit.DONE
+
+
+def main_apply() -> None:
+    """Entry point of tools/apply.py."""
+    _main(apply_cli, "apply.py")
+
+
+def main_check() -> None:
+    """Entry point of tools/check_sources.py."""
+    _main(check_cli, "check_sources.py")
+
+
+def _main(command: click.Command, name: str) -> None:
+    # Output is compared by scripts: file names must come out the same under every locale.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    os.environ.setdefault("PYTHONUTF8", "1")
+    command.main(prog_name=name)

@@ -1,0 +1,117 @@
+"""The one place that writes. Every call on the file system goes through :meth:`Disk.call`.
+
+Tests take that one point to fail or to kill the process at each call; nothing else in the package opens a
+file for writing, renames, links, removes or synchronises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from patchbundle.tree import Tree
+
+_T = TypeVar("_T")
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Disk(Tree):
+    """A folder that may be written to, by paths relative to it, without following a link."""
+
+    def call(self, name: str, path: str, action: Callable[[], _T]) -> _T:
+        """Run one call on the file system. ``name`` and ``path`` say which."""
+        return action()
+
+    def create(self, path: str, data: bytes, permissions: int, owner: tuple[int, int] | None) -> None:
+        """Write a new file, exactly with these permission bits and this owner, down to the disk."""
+        with self.parent(path) as (folder, name):
+            fd = self.call("open", path, lambda: os.open(name, _NEW, 0o600, dir_fd=folder))
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[self.call("write", path, partial(os.write, fd, rest)) :]
+                status = os.fstat(fd)
+                if owner is not None and owner != (status.st_uid, status.st_gid):
+                    self.call("chown", path, lambda: os.fchown(fd, *owner))
+                # After the writes and the chown: both clear set-id bits. fchmod also ignores the umask.
+                self.call("chmod", path, lambda: os.fchmod(fd, permissions))
+                self.call("fsync", path, lambda: os.fsync(fd))
+            finally:
+                os.close(fd)
+
+    def copy_attributes(self, source: str, path: str) -> None:
+        """Copy extended attributes (access control lists, labels) where the file system lets us."""
+        with self.parent(source) as (source_folder, source_name), self.parent(path) as (folder, name):
+            old, new = f"/proc/self/fd/{source_folder}/{source_name}", f"/proc/self/fd/{folder}/{name}"
+            with contextlib.suppress(OSError):
+                for attribute in os.listxattr(old, follow_symlinks=False):
+                    value = os.getxattr(old, attribute, follow_symlinks=False)
+                    self.call("setxattr", path, partial(os.setxattr, new, attribute, value, follow_symlinks=False))
+
+    def link(self, old: str, new: str) -> None:
+        with self.parent(old) as (folder, name), self.parent(new) as (new_folder, new_name):
+            self.call(
+                "link",
+                new,
+                lambda: os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False),
+            )
+
+    def rename(self, old: str, new: str) -> None:
+        """Both in one folder: a rename across folders fails on overlayfs, and across mounts anywhere."""
+        with self.parent(old) as (folder, name):
+            new_name = new.rpartition("/")[2]
+            self.call("rename", new, lambda: os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=folder))
+
+    def unlink(self, path: str) -> None:
+        with self.parent(path) as (folder, name):
+            self.call("unlink", path, lambda: os.unlink(name, dir_fd=folder))
+
+    def mkdir(self, path: str, permissions: int, owner: tuple[int, int]) -> None:
+        with self.parent(path) as (folder, name):
+            self.call("mkdir", path, lambda: os.mkdir(name, 0o700, dir_fd=folder))
+        with self.folder(path) as fd:
+            status = os.fstat(fd)
+            if owner != (status.st_uid, status.st_gid):
+                self.call("chown", path, lambda: os.fchown(fd, *owner))
+            self.call("chmod", path, lambda: os.fchmod(fd, permissions))
+
+    def rmdir(self, path: str) -> None:
+        with self.parent(path) as (folder, name):
+            self.call("rmdir", path, lambda: os.rmdir(name, dir_fd=folder))
+
+    def sync_folder(self, path: str) -> None:
+        with self.folder(path) as fd:
+            self.call("fsync", path or ".", lambda: os.fsync(fd))
+
+    def replace(self, path: str, data: bytes, permissions: int = 0o644) -> None:
+        """Write a file whole or not at all, through a new one beside it."""
+        folder = path.rpartition("/")[0]
+        beside = f"{path}.new"
+        with contextlib.suppress(FileNotFoundError):
+            self.unlink(beside)
+        self.create(beside, data, permissions, None)
+        self.rename(beside, path)
+        self.sync_folder(folder)
+
+    def lock(self) -> bool:
+        """Take the tree's lock, for as long as this object is open; False if another process has it.
+
+        The lock is on the folder itself: no file is left behind, and it ends with the process however it ends.
+        """
+        try:
+            self.call("flock", ".", lambda: fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        return True
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write ``path`` whole or not at all, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Disk(path.parent) as disk:
+        disk.replace(path.name, data)

@@ -1,0 +1,166 @@
+"""Archives of the pinned bases: fetched by pip with required hashes, kept by hash outside the clone, never run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from patchbundle import names
+from patchbundle.bases import Archive, Base
+from patchbundle.errors import BundleError, Reason
+from patchbundle.identity import EXECUTABLE, PLAIN, File
+
+
+def cache_folder() -> Path:
+    """The user's cache folder: ``$PATCHBUNDLE_CACHE``, else ``patchbundle`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := os.environ.get("PATCHBUNDLE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "patchbundle"
+
+
+def fetch(base: Base, archive: Archive, *, offline: bool = False) -> Path:
+    """The archive's file in the cache; downloaded first if it is not there.
+
+    Raises:
+        BundleError: ARCHIVE, if what is cached or came is not the pinned archive; NOT_FETCHED, if nothing came.
+    """
+    folder = cache_folder() / "archives" / archive.sha256
+    place = folder / archive.filename
+    with _cache_lock(folder):
+        if place.exists():
+            _verify(place, archive)
+            return place
+        if offline:
+            raise BundleError(
+                Reason.NOT_FETCHED,
+                str(place),
+                expected="the archive in the cache",
+                found="nothing",
+                next_step="run: tools/apply.py fetch-base, with a network",
+            )
+        with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder.parent) as temporary:
+            came = _download(base, archive, Path(temporary))
+            _verify(came, archive)
+            folder.mkdir(exist_ok=True)
+            came.replace(place)
+    return place
+
+
+def default_archive(base: Base) -> Archive:
+    """The archive for this interpreter and machine, else the first."""
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}-"
+    machine = os.uname().machine
+    fitting = [item for item in base.archives if f"-{tag}" in item.filename and machine in item.filename]
+    return (fitting or list(base.archives))[0]
+
+
+def members(place: Path) -> Iterator[tuple[str, File]]:
+    """Every plain file of a wheel or source archive, by its path under the tree's root, in sorted order."""
+    read = _wheel if place.suffix == ".whl" else _source_archive
+    yield from sorted(read(place), key=lambda item: item[0])
+
+
+def unpack(place: Path, root: Path) -> None:
+    """Lay an archive out as a tree. Modes are git's two whatever the umask."""
+    for path, file in members(place):
+        names.check(path, str(place))
+        target = root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.data)
+        target.chmod(0o755 if file.mode == EXECUTABLE else 0o644)
+
+
+def _wheel(place: Path) -> Iterator[tuple[str, File]]:
+    with zipfile.ZipFile(place) as wheel:
+        for info in wheel.infolist():
+            if not info.is_dir():
+                yield info.filename, File(wheel.read(info), EXECUTABLE if info.external_attr >> 16 & 0o100 else PLAIN)
+
+
+def _source_archive(place: Path) -> Iterator[tuple[str, File]]:
+    with tarfile.open(place) as archive:
+        for member in archive:
+            stream = archive.extractfile(member) if member.isfile() else None
+            if stream is not None:
+                # Everything stands below one folder, NAME-VERSION.
+                path = member.name.partition("/")[2]
+                yield path, File(stream.read(), EXECUTABLE if member.mode & 0o100 else PLAIN)
+
+
+def _verify(place: Path, archive: Archive) -> None:
+    digest = hashlib.sha256(place.read_bytes()).hexdigest()
+    if digest != archive.sha256:
+        raise BundleError(
+            Reason.ARCHIVE,
+            str(place),
+            expected=archive.sha256,
+            found=digest,
+            next_step="delete this file, then fetch again",
+        )
+
+
+def _download(base: Base, archive: Archive, folder: Path) -> Path:
+    pins = folder / "pins.txt"
+    pins.write_text(f"{base.distribution}=={base.version} --hash=sha256:{archive.sha256}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(pins)]
+    environment = dict(os.environ)
+    if archive.is_wheel:
+        _, _, python, abi, platform = archive.filename.removesuffix(".whl").split("-")
+        version = f"{python[2:3]}.{python[3:]}"
+        command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", version]
+        command += ["--abi", abi, "--platform", platform]
+    else:
+        command += ["--no-binary=:all:", "--no-build-isolation"]
+        # The stub shadows the archive's build backend for this one process.
+        environment["PYTHONPATH"] = str(Path(__file__).parent / "nobuild")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    place = folder / archive.filename
+    if done.returncode == 0 and place.exists():
+        return place
+    last = (done.stderr.strip() or "pip said nothing").splitlines()[-1]
+    if "hash" in done.stderr.lower():
+        raise BundleError(Reason.ARCHIVE, archive.filename, expected=archive.sha256, found=last)
+    raise BundleError(
+        Reason.NOT_FETCHED,
+        archive.filename,
+        expected=f"{base.distribution} {base.version} from the package index",
+        found=last,
+        next_step="check the network, or put the file into the cache: see docs/reference.md",
+    )
+
+
+@contextmanager
+def _cache_lock(folder: Path) -> Iterator[None]:
+    """One lock file an archive, so that two clones do not fetch the same one at once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as stream:
+        with contextlib.suppress(OSError):  # a file system without locks: the rename still is atomic
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def cached_archives() -> list[Path]:
+    """Every archive in the cache."""
+    return sorted((cache_folder() / "archives").glob("*/*"))
+
+
+def clean(keep: set[str]) -> list[Path]:
+    """Remove cached archives whose SHA-256 is not in ``keep``; returns what was removed."""
+    removed = []
+    for place in cached_archives():
+        if place.parent.name not in keep:
+            shutil.rmtree(place.parent)
+            removed.append(place)
+    return removed

@@ -1,0 +1,149 @@
+"""The lock: every path's identity at every level, and every artifact's SHA-256. Written by ``pin`` alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from patchbundle import names
+from patchbundle.errors import BundleError, Reason
+from patchbundle.identity import Identity
+
+SCHEMA = 1
+_REPAIR = "undo the edit, or run: tools/apply.py pin"
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the lock says of one base.
+
+    ``levels`` are patch ids in order; level k is the tree after the first k of them. ``paths`` maps a path to
+    its identity at every level, base included. ``folders`` maps a folder that the series makes to the level
+    that first has it.
+    """
+
+    role: str
+    levels: tuple[str, ...]
+    paths: Mapping[str, tuple[Identity, ...]]
+    folders: Mapping[str, int]
+
+    def at(self, level: int) -> dict[str, Identity]:
+        """Every pinned path's identity at a level, paths in the order in which levels introduce them."""
+
+        def first_change(path: str) -> int:
+            chain = self.paths[path]
+            return next((step for step in range(1, len(chain)) if chain[step] != chain[0]), len(chain))
+
+        ordered = sorted(self.paths, key=lambda path: (first_change(path), path))
+        return {path: self.paths[path][level] for path in ordered}
+
+    def level_of(self, patch_id: str) -> int:
+        """The level at which ``patch_id`` is the last patch applied; ``base`` is level 0.
+
+        Raises:
+            BundleError: UNKNOWN_LEVEL.
+        """
+        if patch_id == "base":
+            return 0
+        if patch_id not in self.levels:
+            raise BundleError(
+                Reason.UNKNOWN_LEVEL, patch_id, expected=f"base or one of {', '.join(self.levels) or 'nothing'}"
+            )
+        return self.levels.index(patch_id) + 1
+
+    def name_of(self, level: int) -> str:
+        return "base" if level == 0 else self.levels[level - 1]
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The whole lock; ``digest`` is the SHA-256 of the file, which names the bundle."""
+
+    artifacts: Mapping[str, str]
+    bases: Mapping[str, Pins]
+    digest: str = ""
+
+
+def dump(lock: Lock) -> bytes:
+    """The one byte form of a lock. It carries a digest of its own content, so that no byte can change unseen."""
+    body: dict[str, Any] = {
+        "schema": SCHEMA,
+        "artifacts": dict(lock.artifacts),
+        "bases": {
+            base_id: {
+                "role": pins.role,
+                "levels": list(pins.levels),
+                "folders": dict(pins.folders),
+                "paths": {path: _steps(chain) for path, chain in pins.paths.items()},
+            }
+            for base_id, pins in lock.bases.items()
+        },
+    }
+    return _canonical({**body, "content": hashlib.sha256(_canonical(body)).hexdigest()})
+
+
+def load(raw: bytes, where: str) -> Lock:
+    """Read a lock.
+
+    Raises:
+        BundleError: LOCK, for anything that :func:`dump` would not have written.
+    """
+    try:
+        table = json.loads(raw)
+        bases = {
+            base_id: Pins(
+                role=entry["role"],
+                levels=tuple(entry["levels"]),
+                paths={
+                    path: _chain(steps, len(entry["levels"]) + 1) for path, steps in sorted(entry["paths"].items())
+                },
+                folders=dict(entry["folders"]),
+            )
+            for base_id, entry in table["bases"].items()
+        }
+        lock = Lock(dict(table["artifacts"]), bases, hashlib.sha256(raw).hexdigest())
+        canonical = dump(lock)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise BundleError(
+            Reason.LOCK, where, expected=f"a lock of schema {SCHEMA}", found=f"{error!r}", next_step=_REPAIR
+        ) from None
+    if canonical != raw:
+        raise BundleError(
+            Reason.LOCK,
+            where,
+            expected="the bytes that pin writes, with the digest of their content",
+            found="other bytes",
+            next_step=_REPAIR,
+        )
+    for base_id, pins in lock.bases.items():
+        for path in (*pins.paths, *pins.folders):
+            names.check(path, f"{where}: {base_id}")
+        names.check_collisions(pins.paths, f"{where}: {base_id}")
+        for level in range(len(pins.levels)):
+            if pins.at(level) == pins.at(level + 1):
+                raise BundleError(Reason.LOCK, f"{where}: {base_id}: {pins.levels[level]}", found="a patch without effect")
+    return lock
+
+
+def _canonical(table: Mapping[str, Any]) -> bytes:
+    return (json.dumps(table, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode("ascii")
+
+
+def _steps(chain: tuple[Identity, ...]) -> dict[str, str]:
+    """Only the levels at which the identity changes."""
+    return {
+        f"{level:03d}": str(identity)
+        for level, identity in enumerate(chain)
+        if level == 0 or identity != chain[level - 1]
+    }
+
+
+def _chain(steps: Mapping[str, str], levels: int) -> tuple[Identity, ...]:
+    chain: list[Identity] = []
+    for level in range(levels):
+        text = steps.get(f"{level:03d}")
+        chain.append(chain[-1] if text is None else Identity.parse(text))
+    return tuple(chain)

@@ -1,0 +1,261 @@
+"""The bundle: the series that people write, the lock that the machine writes, and the files that both name."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from patchbundle import bases as bases_module
+from patchbundle import lock as lock_module
+from patchbundle import names, parse
+from patchbundle.bases import ROLES, Base, check_keys, check_schema, read_toml, refuse
+from patchbundle.diff import FileDiff
+from patchbundle.errors import BundleError, Reason
+from patchbundle.header import Header
+from patchbundle.lock import Lock, Pins
+
+_ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
+_SERIES = "patches/series.toml"
+_LOCK = "patches/pins.lock"
+_PIN = "tools/apply.py pin"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One entry of the series, with its header and diff read."""
+
+    id: str
+    role: str
+    file: str
+    sources: tuple[str, ...]
+    requires: tuple[str, ...]
+    header: Header
+    files: tuple[FileDiff, ...]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Everything that planning needs, in memory and checked. ``artifacts`` maps bundle paths to their bytes."""
+
+    root: Path
+    bases: Mapping[str, Base]
+    patches: tuple[Patch, ...]
+    artifacts: Mapping[str, bytes]
+    lock: Lock
+
+    def series(self, role: str) -> tuple[Patch, ...]:
+        """The patches of a role, in order."""
+        return tuple(patch for patch in self.patches if patch.role == role)
+
+    def source(self, name: str) -> bytes:
+        return self.artifacts[f"sources/{name}"]
+
+    def pins(self, base: Base) -> Pins:
+        """What the lock says of ``base``.
+
+        Raises:
+            BundleError: LOCK_STALE, if it says nothing.
+        """
+        pins = self.lock.bases.get(base.id)
+        if pins is None:
+            raise BundleError(
+                Reason.LOCK_STALE, _LOCK, expected=f"pins for {base.id}", found="none", next_step=f"run: {_PIN}"
+            )
+        return pins
+
+
+def load(root: Path) -> Bundle:
+    """Read the bundle at ``root`` and check every file of it against the lock.
+
+    Raises:
+        BundleError: for the first thing that is not exactly as it should be.
+    """
+    unlocked = load_unlocked(root)
+    path = root / _LOCK
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise BundleError(Reason.LOCK, str(path), expected="the lock", found="nothing", next_step=f"run: {_PIN}") from None
+    lock = lock_module.load(raw, str(path))
+    _check_artifacts(unlocked, lock)
+    bundle = Bundle(root, unlocked.bases, unlocked.patches, unlocked.artifacts, lock)
+    _check_levels(bundle)
+    return bundle
+
+
+def load_unlocked(root: Path) -> Bundle:
+    """Read the bundle as people wrote it, for ``pin``; its lock is empty."""
+    root = root.resolve()
+    bases = bases_module.load(root / "config" / "bases.toml")
+    artifacts = _read_artifacts(root, bases)
+    patches = _read_series(root, artifacts)
+    _check_orphans(patches, artifacts, bases)
+    return Bundle(root, bases, patches, artifacts, Lock({}, {}))
+
+
+def digests(artifacts: Mapping[str, bytes]) -> dict[str, str]:
+    """SHA-256 of every artifact."""
+    return {path: hashlib.sha256(data).hexdigest() for path, data in sorted(artifacts.items())}
+
+
+def _read_artifacts(root: Path, bases: Mapping[str, Base]) -> dict[str, bytes]:
+    """Every file under patches/ and sources/ but the lock, and the base files of config/."""
+    paths = [root / "config" / "bases.toml"]
+    paths += [root / "config" / base.members for base in bases.values() if base.members]
+    for top in ("patches", "sources"):
+        paths += sorted((root / top).rglob("*"))
+    artifacts: dict[str, bytes] = {}
+    for path in paths:
+        relative = path.relative_to(root).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise BundleError(Reason.ORPHAN, relative, expected="a plain file", found="a link or a special file")
+        if path.is_file() and relative != _LOCK and "__pycache__" not in path.parts:
+            artifacts[relative] = path.read_bytes()
+    return artifacts
+
+
+def _read_series(root: Path, artifacts: Mapping[str, bytes]) -> tuple[Patch, ...]:
+    path = root / _SERIES
+    table = read_toml(path)
+    check_keys(table, {"schema"}, str(path), optional={"patch"})
+    check_schema(table, str(path))
+    patches: list[Patch] = []
+    entries = table.get("patch", [])
+    if not isinstance(entries, list):
+        raise refuse(str(path), "[[patch]] tables", repr(entries))
+    for number, entry in enumerate(entries, 1):
+        patches.append(_read_patch(entry, f"{_SERIES}: patch {number}", artifacts))
+    _check_order(patches)
+    return tuple(patches)
+
+
+def _read_patch(entry: object, where: str, artifacts: Mapping[str, bytes]) -> Patch:
+    check_keys(entry, {"id", "role", "file", "sources", "requires"}, where)
+    assert isinstance(entry, dict)
+    patch_id, role, file = entry["id"], entry["role"], entry["file"]
+    if not isinstance(patch_id, str) or not _ID.fullmatch(patch_id) or patch_id == "base":
+        raise refuse(where, "id: words of lower-case letters and digits joined by '-', not 'base'", repr(patch_id))
+    where = f"{_SERIES}: {patch_id}"
+    if role not in ROLES:
+        raise refuse(where, f"role: one of {', '.join(ROLES)}", repr(role))
+    folders = (f"{role}/", f"recovery/{role}/")
+    if not isinstance(file, str) or not file.startswith(folders) or not file.endswith(".patch"):
+        raise refuse(where, f"file: a .patch under {' or '.join(folders)}", repr(file))
+    for key in ("sources", "requires"):
+        if not isinstance(entry[key], list) or not all(isinstance(item, str) for item in entry[key]):
+            raise refuse(where, f"{key}: a list of names", repr(entry[key]))
+        if len(set(entry[key])) != len(entry[key]):
+            raise refuse(where, f"{key}: each name once", repr(entry[key]))
+    data = artifacts.get(f"patches/{file}")
+    if data is None:
+        raise refuse(where, f"the file patches/{file}", "nothing")
+    for source in entry["sources"]:
+        if f"sources/{source}" not in artifacts:
+            raise refuse(where, f"the file sources/{source}", "nothing")
+    parsed = parse.parse(data, f"patches/{file}")
+    return Patch(
+        id=patch_id,
+        role=role,
+        file=file,
+        sources=tuple(entry["sources"]),
+        requires=tuple(entry["requires"]),
+        header=Header.parse(parsed.message, f"patches/{file}"),
+        files=parsed.files,
+    )
+
+
+def _check_order(patches: list[Patch]) -> None:
+    by_id: dict[str, Patch] = {}
+    files: dict[str, str] = {}
+    for patch in patches:
+        if patch.id in by_id:
+            raise refuse(f"{_SERIES}: {patch.id}", "an id once", "a second one")
+        if patch.file in files:
+            raise refuse(f"{_SERIES}: {patch.id}", "a file once", f"{patch.file}, also of {files[patch.file]}")
+        by_id[patch.id] = patch
+        files[patch.file] = patch.id
+    for patch in patches:
+        for required in patch.requires:
+            if required not in by_id or by_id[required].role != patch.role:
+                raise refuse(f"{_SERIES}: {patch.id}", "requires: ids of the same role", required)
+    _check_cycles(by_id)
+    place = {patch.id: index for index, patch in enumerate(patches)}
+    for patch in patches:
+        for required in patch.requires:
+            if place[required] > place[patch.id]:
+                raise refuse(f"{_SERIES}: {patch.id}", f"{required} before it, which it requires", "it stands after")
+
+
+def _check_cycles(by_id: Mapping[str, Patch]) -> None:
+    done: set[str] = set()
+
+    def walk(patch_id: str, trail: tuple[str, ...]) -> None:
+        if patch_id in trail:
+            circle = (*trail[trail.index(patch_id) :], patch_id)
+            raise BundleError(Reason.CYCLE, _SERIES, found=" -> ".join(circle))
+        if patch_id not in done:
+            for required in by_id[patch_id].requires:
+                walk(required, (*trail, patch_id))
+            done.add(patch_id)
+
+    for patch_id in by_id:
+        walk(patch_id, ())
+
+
+def _check_orphans(patches: Iterable[Patch], artifacts: Mapping[str, bytes], bases: Mapping[str, Base]) -> None:
+    named = {_SERIES, "config/bases.toml"}
+    named |= {f"config/{base.members}" for base in bases.values() if base.members}
+    owner: dict[tuple[str, str], str] = {}
+    for patch in patches:
+        named.add(f"patches/{patch.file}")
+        named |= {f"sources/{source}" for source in patch.sources}
+        role_bases = [base for base in bases.values() if base.role == patch.role]
+        if not role_bases:
+            raise refuse(f"{_SERIES}: {patch.id}", f"a base of role {patch.role} in config/bases.toml", "none")
+        for source in patch.sources:
+            other = owner.setdefault((patch.role, source), patch.id)
+            if other != patch.id:
+                raise refuse(f"{_SERIES}: {patch.id}", f"{source} once a role", f"it is also of {other}")
+            for base in role_bases:
+                path = base.install_path(source)
+                if path is None:
+                    raise refuse(f"{_SERIES}: {patch.id}", f"a source of {', '.join(base.install)}", source)
+                names.check(path, f"{_SERIES}: {patch.id}")
+    for path in artifacts:
+        if path not in named:
+            raise BundleError(
+                Reason.ORPHAN, path, next_step=f"name it in {_SERIES}, or delete it", found="a file of no patch"
+            )
+
+
+def _check_artifacts(bundle: Bundle, lock: Lock) -> None:
+    found = digests(bundle.artifacts)
+    for path in sorted({*found, *lock.artifacts}):
+        if found.get(path) != lock.artifacts.get(path):
+            raise BundleError(
+                Reason.ARTIFACT,
+                path,
+                expected=lock.artifacts.get(path, "not in the lock"),
+                found=found.get(path, "missing"),
+                next_step=f"undo the edit; if it was meant, run: {_PIN}",
+            )
+
+
+def _check_levels(bundle: Bundle) -> None:
+    for base in bundle.bases.values():
+        levels = tuple(patch.id for patch in bundle.series(base.role))
+        pins = bundle.pins(base)
+        if (pins.role, pins.levels) != (base.role, levels):
+            raise BundleError(
+                Reason.LOCK_STALE,
+                f"{_LOCK}: {base.id}",
+                expected=", ".join(levels) or "no patch",
+                found=", ".join(pins.levels) or "no patch",
+                next_step=f"run: {_PIN}",
+            )
+    for base_id in bundle.lock.bases:
+        if base_id not in bundle.bases:
+            raise BundleError(Reason.LOCK_STALE, f"{_LOCK}: {base_id}", expected="a base of config/bases.toml")

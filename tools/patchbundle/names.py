@@ -1,0 +1,78 @@
+"""Which names may be paths inside a target."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+
+from patchbundle.errors import BundleError, Reason
+
+# Everything that a transaction puts beside the files it changes starts with this, so that nothing
+# else may: an interrupted run is recognised, and cleaned up, by these names alone.
+RESERVED = ".patchbundle"
+
+
+def check(path: str, where: str) -> str:
+    """Return ``path`` if it is a plain relative path, in forward slashes, that stays inside its root.
+
+    Raises:
+        BundleError: NAME, with what is wrong with it.
+    """
+    fault = _fault(path)
+    if fault:
+        raise BundleError(
+            Reason.NAME,
+            where,
+            expected="a relative path without '.', '..', '//', backslashes or control characters",
+            found=f"{path!r}: {fault}",
+        )
+    return path
+
+
+def _fault(path: str) -> str | None:
+    if not path:
+        return "empty"
+    if path.startswith("/"):
+        return "absolute"
+    if "\\" in path:
+        return "backslash"
+    if any(ord(char) < 32 or ord(char) == 127 for char in path):
+        return "control character"
+    for part in path.split("/"):
+        if part in {"", ".", ".."}:
+            return f"component {part!r}"
+        if len(part.encode("utf-8", "surrogatepass")) > 255:
+            return "component longer than 255 bytes"
+        if part.casefold() == ".git":
+            return "component '.git'"
+        if part.casefold().startswith(RESERVED):
+            return f"component reserved for the tool itself ({RESERVED}*)"
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        return "not valid Unicode"
+    return None
+
+
+def fold(path: str) -> str:
+    """The form under which two paths are the same on a file system that ignores case or Unicode form."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
+
+
+def check_collisions(paths: Iterable[str], where: str) -> None:
+    """Refuse two different paths that some file system takes for one.
+
+    Raises:
+        BundleError: COLLISION.
+    """
+    seen: dict[str, str] = {}
+    for path in paths:
+        other = seen.setdefault(fold(path), path)
+        if other != path:
+            raise BundleError(Reason.COLLISION, where, found=f"{other!r} and {path!r}")
+
+
+def parents(path: str) -> list[str]:
+    """The folders above ``path``, outermost first."""
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]

@@ -1,0 +1,124 @@
+"""Make the lock. The diffs are never edited: each must apply exactly, forward and back, to be pinned."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from patchbundle import attest, disk, fetch, lock, names
+from patchbundle import plan as plan_module
+from patchbundle.bases import Base
+from patchbundle.errors import BundleError, Reason
+from patchbundle.identity import File, identity_of
+from patchbundle.lock import Lock, Pins
+from patchbundle.manifest import Bundle, digests, load_unlocked
+
+_CONTEXT = 3
+
+
+def pin(root: Path, *, offline: bool = False, write: bool = True) -> tuple[Lock, bool]:
+    """Recompute ``patches/pins.lock``; returns it and whether it differs from the file.
+
+    Raises:
+        BundleError: if a diff does not apply exactly or is thicker than three lines of context.
+    """
+    bundle = load_unlocked(root)
+    _check_context(bundle)
+    pinned = {}
+    for base in bundle.bases.values():
+        archive = fetch.default_archive(base)
+        tree = dict(fetch.members(fetch.fetch(base, archive, offline=offline)))
+        if base.members:
+            _check_members(bundle, base, tree)
+        pinned[base.id] = _pins(bundle, base, tree)
+    unsigned = lock.dump(Lock(digests(bundle.artifacts), pinned))
+    made = lock.load(unsigned, "the new lock")
+    _check_way_back(bundle, made)
+    path = root / "patches" / "pins.lock"
+    changed = not path.exists() or path.read_bytes() != unsigned
+    if write and changed:
+        disk.write_file(path, unsigned)
+    return made, changed
+
+
+def write_members(root: Path, *, offline: bool = False) -> list[Path]:
+    """Write the list of members of every base that is a source archive; returns the files that changed."""
+    bundle_bases = load_bases(root)
+    changed = []
+    for base in bundle_bases.values():
+        if base.members:
+            tree = dict(fetch.members(fetch.fetch(base, base.archives[0], offline=offline)))
+            data = attest.dump_members(_entries(tree))
+            path = root / "config" / base.members
+            if not path.exists() or path.read_bytes() != data:
+                disk.write_file(path, data)
+                changed.append(path)
+    return changed
+
+
+def load_bases(root: Path) -> Mapping[str, Base]:
+    from patchbundle import bases
+
+    return bases.load(root / "config" / "bases.toml")
+
+
+def _entries(tree: Mapping[str, File]) -> dict[str, tuple[str, int]]:
+    return {path: (hashlib.sha256(file.data).hexdigest(), len(file.data)) for path, file in tree.items()}
+
+
+def _check_members(bundle: Bundle, base: Base, tree: Mapping[str, File]) -> None:
+    where = f"config/{base.members}"
+    if attest.parse_members(bundle.artifacts[where], where) != _entries(tree):
+        raise BundleError(
+            Reason.ARTIFACT,
+            where,
+            expected=f"the members of {base.archives[0].filename}",
+            found="another list",
+            next_step="run: tools/apply.py pin --members",
+        )
+
+
+def _pins(bundle: Bundle, base: Base, members: Mapping[str, File]) -> Pins:
+    touched = sorted(plan_module.touched_paths(bundle, base))
+    chain = plan_module.levels(bundle, base, {path: members.get(path) for path in touched})
+    there = {folder for path in members for folder in names.parents(path)}
+    folders: dict[str, int] = {}
+    for level, tree in enumerate(chain):
+        # The receipt stands in our folder from level 1 on, whether or not a source does.
+        made = [path for path, file in tree.items() if file is not None] + ([base.receipt] if level else [])
+        for path in made:
+            for folder in names.parents(path):
+                if folder not in there:
+                    folders.setdefault(folder, level)
+    return Pins(
+        role=base.role,
+        levels=tuple(patch.id for patch in bundle.series(base.role)),
+        paths={path: tuple(identity_of(tree.get(path)) for tree in chain) for path in touched},
+        folders=dict(sorted(folders.items())),
+    )
+
+
+def _check_context(bundle: Bundle) -> None:
+    for patch in bundle.patches:
+        for file in patch.files:
+            for hunk in file.hunks:
+                if max(hunk.leading, hunk.trailing) > _CONTEXT:
+                    raise BundleError(
+                        Reason.ARTIFACT,
+                        f"patches/{patch.file}:{hunk.line_no}",
+                        expected=f"{_CONTEXT} lines of context at most",
+                        found=f"{hunk.leading} before, {hunk.trailing} after",
+                    )
+
+
+def _check_way_back(bundle: Bundle, made: Lock) -> None:
+    """Every level can be planned from the top and from the base; the planner checks each interim tree."""
+    locked = Bundle(bundle.root, bundle.bases, bundle.patches, bundle.artifacts, made)
+    for base in bundle.bases.values():
+        pins = locked.pins(base)
+        members = dict(fetch.members(fetch.fetch(base, fetch.default_archive(base), offline=True)))
+        chain = plan_module.levels(locked, base, {path: members.get(path) for path in pins.paths})
+        top = len(pins.levels)
+        plan_module.plan(locked, base, chain[0], 0, top)
+        plan_module.plan(locked, base, chain[top], top, 0)

@@ -1,0 +1,183 @@
+"""Read a target through descriptors that follow no link. Nothing here writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from patchbundle import names
+from patchbundle.errors import BundleError, Reason
+from patchbundle.identity import ABSENT, EXECUTABLE, PLAIN, File, Identity
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK the open of a fifo would wait for a writer.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_ABSENT = {errno.ENOENT}
+_NOT_PLAIN = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.EACCES}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What stands at a path: its identity, and for a plain file its bytes and status."""
+
+    identity: Identity
+    data: bytes | None = None
+    status: os.stat_result | None = None
+
+    @property
+    def file(self) -> File | None:
+        return File(self.data, self.identity.mode) if self.data is not None else None
+
+
+class Tree:
+    """A folder, held open. Paths are relative, checked by :mod:`names`, in forward slashes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def __enter__(self) -> Tree:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def folder(self, path: str) -> Iterator[int]:
+        """A descriptor of the folder ``path``, opened component by component; '' is the root.
+
+        Raises:
+            OSError: ELOOP or ENOTDIR where a component is a link or no folder, ENOENT where it is missing.
+        """
+        fd = os.dup(self.fd)
+        try:
+            for part in path.split("/") if path else ():
+                # The descriptor of the parent is closed as soon as the child's is there.
+                child = os.open(part, _FOLDER, dir_fd=fd)
+                os.close(fd)
+                fd = child
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """A descriptor of the folder that holds ``path``, and the last component's name."""
+        head, _, name = path.rpartition("/")
+        with self.folder(head) as fd:
+            yield fd, name
+
+    def find(self, path: str) -> Found:
+        """Look at ``path``: read and hash it through one descriptor if it is a plain file.
+
+        Raises:
+            BundleError: STOPPED, if the file cannot be read.
+        """
+        try:
+            with self.parent(path) as (folder, name):
+                return _find(folder, name)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return Found(ABSENT)
+            if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+                return Found(Identity(f"below {self._odd_parent(path)}"))
+            raise unreadable(self.root / path, error) from error
+
+    def _odd_parent(self, path: str) -> str:
+        for parent in names.parents(path):
+            kind = self.kind(parent)
+            if kind != "folder":
+                return f"a {kind} at {parent}"
+        return "a parent that is no folder"
+
+    def kind(self, path: str) -> str:
+        """One of absent, file, folder, link, special."""
+        try:
+            with self.parent(path) as (folder, name):
+                return kind_of(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return "absent"
+            if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+                return "absent"
+            raise unreadable(self.root / path, error) from error
+
+    def listing(self, path: str) -> dict[str, str]:
+        """Name -> kind of everything in a folder; empty if it is not there or no folder."""
+        try:
+            with self.folder(path) as fd:
+                return {
+                    name: kind_of(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode) for name in os.listdir(fd)
+                }
+        except OSError as error:
+            if error.errno in _ABSENT | {errno.ELOOP, errno.ENOTDIR}:
+                return {}
+            raise unreadable(self.root / path, error) from error
+
+    def walk(self, top: str = "", skip: frozenset[str] = frozenset({"__pycache__"})) -> Iterator[tuple[str, Found]]:
+        """Every path below ``top`` with what stands there, folders included, none entered whose name is in ``skip``."""
+        with self.folder(top) as fd:
+            yield from _walk(fd, f"{top}/" if top else "", skip)
+
+
+def _walk(fd: int, prefix: str, skip: frozenset[str]) -> Iterator[tuple[str, Found]]:
+    for name in sorted(os.listdir(fd)):
+        found = _find(fd, name)
+        if found.identity.kind != "folder":
+            yield prefix + name, found
+        elif name not in skip:
+            yield prefix + name, Found(found.identity, None, os.stat(name, dir_fd=fd, follow_symlinks=False))
+            child = os.open(name, _FOLDER, dir_fd=fd)
+            try:
+                yield from _walk(child, f"{prefix}{name}/", skip)
+            finally:
+                os.close(child)
+
+
+def _find(folder: int, name: str) -> Found:
+    try:
+        fd = os.open(name, _FILE, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in _NOT_PLAIN:
+            raise
+        kind = kind_of(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        if kind == "file":
+            raise
+        return Found(Identity(kind))
+    try:
+        status = os.fstat(fd)
+        kind = kind_of(status.st_mode)
+        if kind != "file":
+            return Found(Identity(kind))
+        data = _read(fd, status.st_size)
+    finally:
+        os.close(fd)
+    mode = EXECUTABLE if status.st_mode & stat.S_IXUSR else PLAIN
+    return Found(Identity.of(data, mode), data, status)
+
+
+def _read(fd: int, size: int) -> bytes:
+    parts = []
+    while part := os.read(fd, max(size, 65536)):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def kind_of(mode: int) -> str:
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "link" if stat.S_ISLNK(mode) else "special"
+
+
+def unreadable(path: Path, error: OSError) -> BundleError:
+    return BundleError(Reason.STOPPED, str(path), expected="a readable file", found=error.strerror or str(error))

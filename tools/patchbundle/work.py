@@ -1,0 +1,237 @@
+"""The verbs as functions: what each does to a target, without a word printed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from patchbundle import attest, bytecode, fetch, processes, transaction
+from patchbundle import plan as plan_module
+from patchbundle import state as state_module
+from patchbundle.attest import Attestation
+from patchbundle.bases import Base
+from patchbundle.bytecode import Cache
+from patchbundle.errors import BundleError, Reason
+from patchbundle.manifest import Bundle
+from patchbundle.plan import Plan
+from patchbundle.processes import Process
+from patchbundle.state import State
+from patchbundle.target import Target
+from patchbundle.transaction import Outcome
+from patchbundle.tree import Tree
+
+Progress = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    return None
+
+
+def look(bundle: Bundle, target: Target, tree: Tree) -> State:
+    """Where the target stands, on the base that fits it best.
+
+    Raises:
+        BundleError: RECOVERY_NEEDED, if an interrupted run left the tree in between.
+    """
+    if transaction.interrupted(tree):
+        raise transaction.recovery_needed(target.root)
+    states = [state_module.look(tree, bundle, base, target.record) for base in target.bases]
+    return max(states, key=lambda state: (state.level is not None, sum(file.holds for file in state.files)))
+
+
+@dataclass(frozen=True)
+class Status:
+    """Everything that ``status`` tells beside the state."""
+
+    state: State
+    gates: dict[str, str]
+    stale: tuple[Cache, ...]
+    processes: tuple[Process, ...]
+
+
+def status(bundle: Bundle, target: Target) -> Status:
+    with Tree(target.root) as tree:
+        state = look(bundle, target, tree)
+        modules = [path for path in state.pins.paths if state.found[path].identity.is_file]
+        stale = [cache for cache in bytecode.find(tree, modules, target.prefixes) if _hides(state, cache)]
+    changed = [found.status.st_ctime for found in state.found.values() if found.status is not None]
+    older = processes.older_than(target.root, max(changed, default=0.0))
+    return Status(state, gates(bundle), tuple(stale), tuple(older))
+
+
+def _hides(state: State, cache: Cache) -> bool:
+    """Bytecode that an interpreter may run in place of a source that changed after it was compiled."""
+    if cache.kind == "unchecked":
+        return True
+    source = state.found[cache.module].status
+    place = cache.folder / cache.path
+    return (
+        source is not None
+        and cache.hides(int(source.st_mtime), source.st_size)
+        and place.stat().st_mtime < source.st_ctime
+        and source.st_ctime - source.st_mtime > 1
+    )
+
+
+def gates(bundle: Bundle) -> dict[str, str]:
+    """The gates of the bundle that are set in this environment."""
+    known = {patch.header.gate_name for patch in bundle.patches} - {None}
+    return {name: os.environ[name] for name in sorted(known & set(os.environ))}  # type: ignore[type-var]
+
+
+def make_plan(bundle: Bundle, target: Target, direction: str, to: str | None) -> tuple[State, Plan]:
+    """Plan ``apply`` (up) or ``revert`` (down); by default all the way.
+
+    Raises:
+        BundleError: if the tree is at no known level, or ``to`` lies the other way.
+    """
+    with Tree(target.root) as tree:
+        state = look(bundle, target, tree)
+    level = state.require_level(str(target.root))
+    wanted = state.pins.level_of(to) if to is not None else len(state.pins.levels) if direction == "apply" else 0
+    if (direction == "apply" and wanted < level) or (direction == "revert" and wanted > level):
+        other = "revert" if direction == "apply" else "apply"
+        raise BundleError(
+            Reason.NOT_EXPECTED,
+            str(target.root),
+            expected=f"a tree {'at or below' if direction == 'apply' else 'at or above'} {state.pins.name_of(wanted)}",
+            found=f"level {level} ({state.pins.name_of(level)})",
+            next_step=f"run: tools/apply.py {other} --to {state.pins.name_of(wanted)} --root {target.root}",
+        )
+    made = plan_module.plan(
+        bundle,
+        state.base,
+        state.tree,
+        level,
+        wanted,
+        record_path=state.record_path,
+        record_data=state.data(state.record_path),
+        receipt_data=state.data(state.base.receipt),
+    )
+    return state, made
+
+
+def execute(bundle: Bundle, target: Target, state: State, plan: Plan, progress: Progress = _silent) -> Outcome:
+    """Carry out a plan."""
+    levels = (state.pins.name_of(plan.from_level), state.pins.name_of(plan.to_level))
+    return transaction.run(
+        target.root, plan, bundle.lock.digest, levels, prefixes=target.prefixes, progress=progress
+    )
+
+
+def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tuple[State, Attestation | None]:
+    """Whether the target is as pinned, and at the expected end of the series.
+
+    Raises:
+        BundleError: DRIFT, RECORD, NOT_EXPECTED or NOT_ATTESTED.
+    """
+    with Tree(target.root) as tree:
+        state = look(bundle, target, tree)
+        level = state.require_level(str(target.root))
+        top = len(state.pins.levels)
+        if (expect == "base" and level != 0) or (expect == "applied" and level != top):
+            verb = "revert" if expect == "base" else "apply"
+            raise BundleError(
+                Reason.NOT_EXPECTED,
+                str(target.root),
+                expected=f"level {0 if expect == 'base' else top} ({expect})",
+                found=f"level {level} ({state.pins.name_of(level)})",
+                next_step=f"run: tools/apply.py {verb} --root {target.root}",
+            )
+        if level and state.receipt == "missing":
+            raise BundleError(
+                Reason.DRIFT,
+                f"{target.root}/{state.base.receipt}",
+                expected="the receipt of a patched tree",
+                found="nothing",
+                next_step=f"run: tools/apply.py apply --root {target.root}",
+            )
+        attestation = attest.attest(tree, bundle, state, level) if full else None
+    if attestation is not None and not attestation.holds:
+        first = [*(f"{path} (missing)" for path in attestation.missing), *attestation.changed]
+        raise BundleError(
+            Reason.NOT_ATTESTED,
+            str(target.root),
+            expected=f"{attestation.checked} files of {attestation.archive}",
+            found=f"{len(first)} differ: {', '.join(first[:5])}{' …' if len(first) > 5 else ''}",
+            next_step="reinstall the distribution",
+        )
+    return state, attestation
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the roundtrip's table. Digests are of the whole tree; times in seconds."""
+
+    role: str
+    base: str
+    archive: str
+    patches: int
+    touched: int
+    sources: int
+    before: str
+    after: str
+    reverted: str
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        return self.before == self.reverted and (self.before != self.after) == (self.patches > 0)
+
+
+def roundtrip(bundle: Bundle, base: Base, *, offline: bool = False, progress: Progress = _silent) -> Row:
+    """Fetch, unpack, attest, apply, verify, attest, revert, verify byte for byte.
+
+    Raises:
+        BundleError: whatever fails, and NOT_ATTESTED if the reverted tree is not the first one.
+    """
+    archive = fetch.default_archive(base)
+    progress(f"{base.id}: fetching {archive.filename}")
+    place = fetch.fetch(base, archive, offline=offline)
+    began = time.monotonic()
+    with TemporaryDirectory(prefix="roundtrip-") as folder:
+        root = Path(folder)
+        progress(f"{base.id}: unpacking")
+        fetch.unpack(place, root)
+        record = f"{base.distribution.replace('-', '_')}-{base.version}.dist-info/RECORD"
+        target = Target(root, (base,), base.version, None, None if base.is_crate else record, ())
+        digests = []
+        top = len(bundle.series(base.role))
+        # One level at a time up, then down: every interim state is one that an operator may stop at.
+        for level in [0, *range(1, top + 1), *reversed(range(top))]:
+            name = bundle.pins(base).name_of(level)
+            progress(f"{base.id}: at {name}")
+            direction = "apply" if len(digests) <= top else "revert"
+            if level or digests:
+                state, plan = make_plan(bundle, target, direction, name)
+                execute(bundle, target, state, plan)
+            with Tree(root) as tree:
+                state = look(bundle, target, tree)
+                if state.require_level(str(root)) != level:
+                    raise BundleError(Reason.NOT_EXPECTED, str(root), expected=name, found=state.level_name)
+                attestation = attest.attest(tree, bundle, state, level)
+                digests.append(attest.tree_digest(tree))
+            if not attestation.holds or attestation.extra:
+                differ = [*attestation.missing, *attestation.changed, *attestation.extra]
+                raise BundleError(Reason.NOT_ATTESTED, str(root), expected=archive.filename, found=", ".join(differ[:5]))
+        if digests[: top + 1] != list(reversed(digests[top:])):
+            raise BundleError(Reason.NOT_ATTESTED, str(root), expected="the way down through the same trees as the way up")
+    pins = bundle.pins(base)
+    sources = sum(len(patch.sources) for patch in bundle.series(base.role))
+    return Row(
+        base.role,
+        base.id,
+        archive.filename,
+        top,
+        len(pins.paths) - sources,
+        sources,
+        digests[0],
+        digests[top],
+        digests[-1],
+        time.monotonic() - began,
+    )
+
