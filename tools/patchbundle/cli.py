@@ -182,7 +182,9 @@ def _change(direction: str) -> Callable[..., Exit]:
             report.detail(f"  dropped {path}")
         for warning in outcome.warnings:
             report.say(f"warning: {warning}")
-        report.say(f"done: level {plan.to_level} ({state.pins.name_of(plan.to_level)}); restart what runs from this tree")
+        report.say(
+            f"done: level {plan.to_level} ({state.pins.name_of(plan.to_level)}); restart what runs from this tree"
+        )
         return Exit.DONE
 
     return run
@@ -280,7 +282,9 @@ def status_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
 
 
 @apply_cli.command("recover")
-@click.option("--root", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="The tree's root.")
+@click.option(
+    "--root", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="The tree's root."
+)
 @click.option("--back", is_flag=True, help="Go back to the old state instead of on to the new one.")
 @_dry
 @verb("recover")
@@ -293,7 +297,9 @@ def recover_command(report: Report, bundle_path: Path, root: Path, back: bool, d
             found = transaction.interrupted(tree)
         report.result["interrupted"] = found
         report.result["phase"] = log.phase if log else None
-        report.say(f"interrupted in phase {log.phase}" if log else "interrupted at its start" if found else "nothing to do")
+        report.say(
+            f"interrupted in phase {log.phase}" if log else "interrupted at its start" if found else "nothing to do"
+        )
         return Exit.DONE if found else Exit.NOTHING_TO_DO
     state, log = transaction.recover(root, back=back)
     report.result["state"] = state
@@ -321,7 +327,17 @@ def roundtrip_command(report: Report, bundle_path: Path, role: str | None, offli
     ]
     head = ("role", "base", "patches", "files", "sources", "before", "after", "reverted", "seconds")
     table = [
-        (r.role, r.base, r.patches, r.touched, r.sources, r.before[:12], r.after[:12], r.reverted[:12], f"{r.seconds:.1f}")
+        (
+            r.role,
+            r.base,
+            r.patches,
+            r.touched,
+            r.sources,
+            r.before[:12],
+            r.after[:12],
+            r.reverted[:12],
+            f"{r.seconds:.1f}",
+        )
         for r in rows
     ]
     widths = [max(len(str(line[column])) for line in [head, *table]) for column in range(len(head))]

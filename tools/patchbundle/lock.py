@@ -97,9 +97,7 @@ def load(raw: bytes, where: str) -> Lock:
             base_id: Pins(
                 role=entry["role"],
                 levels=tuple(entry["levels"]),
-                paths={
-                    path: _chain(steps, len(entry["levels"]) + 1) for path, steps in sorted(entry["paths"].items())
-                },
+                paths={path: _chain(steps, len(entry["levels"]) + 1) for path, steps in sorted(entry["paths"].items())},
                 folders=dict(entry["folders"]),
             )
             for base_id, entry in table["bases"].items()
@@ -124,7 +122,9 @@ def load(raw: bytes, where: str) -> Lock:
         names.check_collisions(pins.paths, f"{where}: {base_id}")
         for level in range(len(pins.levels)):
             if pins.at(level) == pins.at(level + 1):
-                raise BundleError(Reason.LOCK, f"{where}: {base_id}: {pins.levels[level]}", found="a patch without effect")
+                raise BundleError(
+                    Reason.LOCK, f"{where}: {base_id}: {pins.levels[level]}", found="a patch without effect"
+                )
     return lock
 
 

@@ -78,7 +78,9 @@ def load(root: Path) -> Bundle:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise BundleError(Reason.LOCK, str(path), expected="the lock", found="nothing", next_step=f"run: {_PIN}") from None
+        raise BundleError(
+            Reason.LOCK, str(path), expected="the lock", found="nothing", next_step=f"run: {_PIN}"
+        ) from None
     lock = lock_module.load(raw, str(path))
     _check_artifacts(unlocked, lock)
     bundle = Bundle(root, unlocked.bases, unlocked.patches, unlocked.artifacts, lock)

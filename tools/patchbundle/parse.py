@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from unidiff import PatchSet
 from unidiff import Hunk as UnidiffHunk
+from unidiff import PatchSet
 from unidiff.errors import UnidiffParseError
 
 from patchbundle import names
@@ -74,7 +74,9 @@ class _Parser:
         if tail:
             raise self.refuse(Reason.TRUNCATED, len(self.lines) + 1, found=_show(tail))
 
-    def refuse(self, reason: Reason, line_no: int, found: str | None = None, expected: str | None = None) -> BundleError:
+    def refuse(
+        self, reason: Reason, line_no: int, found: str | None = None, expected: str | None = None
+    ) -> BundleError:
         if found is None and 0 < line_no <= len(self.lines):
             found = _show(self.lines[line_no - 1])
         return BundleError(reason, f"{self.where}:{line_no}", expected=expected, found=found)
@@ -372,9 +374,7 @@ class _Parser:
             middle = len(text) // 2
             if len(text) % 2 == 0 or text[middle] != " ":
                 raise self.refuse(Reason.RENAME, entry.line_no)
-            first, second = (
-                _utf8(half.encode("latin-1"), text, place) for half in (text[:middle], text[middle + 1 :])
-            )
+            first, second = (_utf8(half.encode("latin-1"), text, place) for half in (text[:middle], text[middle + 1 :]))
         first, second = self._strip(first, place), self._strip(second, place)
         if first != second or (known is not None and first != known):
             raise self.refuse(Reason.RENAME, entry.line_no, found=f"{first} -> {known or second}")

@@ -100,7 +100,11 @@ def entries_digest(table: Mapping[str, tuple[str, int]]) -> str:
 
 def _is_installers(path: str) -> bool:
     folder, _, name = path.rpartition("/")
-    return path.startswith(("../", "/")) or "__pycache__" in path or (folder.endswith(".dist-info") and name in _INSTALLERS)
+    return (
+        path.startswith(("../", "/"))
+        or "__pycache__" in path
+        or (folder.endswith(".dist-info") and name in _INSTALLERS)
+    )
 
 
 def _split(raw: bytes) -> tuple[list[bytes], list[bytes]]:

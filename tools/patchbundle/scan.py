@@ -13,7 +13,18 @@ from patchbundle.errors import BundleError, Reason
 
 # Folders that are made on the machine and never published.
 _SKIP = frozenset(
-    {".git", ".venv", "build", "dist", "__pycache__", "target", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+    {
+        ".git",
+        ".venv",
+        "build",
+        "dist",
+        "__pycache__",
+        "target",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".pytest_cache",
+        ".hypothesis",
+    }
 )
 _HEADS = {
     b"\x7fELF": "an ELF file",

@@ -127,9 +127,7 @@ def _unexpected(tree: Tree, pins: Pins, base: Base, level: int) -> tuple[str, ..
     return tuple(result)
 
 
-def _record_fault(
-    found: Mapping[str, Found], record_path: str | None, pins: Pins, level: int
-) -> BundleError | None:
+def _record_fault(found: Mapping[str, Found], record_path: str | None, pins: Pins, level: int) -> BundleError | None:
     if record_path is None:
         return None
     data = found[record_path].data

@@ -280,7 +280,10 @@ def _check_gone_folders(tree: Tree, plan: Plan) -> None:
             path = f"{folder}/{name}"
             if path not in removed and path not in plan.gone_folders and name != "__pycache__":
                 raise BundleError(
-                    Reason.DRIFT, str(tree.root / path), expected="nothing of others in a folder that goes", found="a file"
+                    Reason.DRIFT,
+                    str(tree.root / path),
+                    expected="nothing of others in a folder that goes",
+                    found="a file",
                 )
 
 
@@ -355,7 +358,9 @@ def _attributes(disk: Disk, step: Step, status: os.stat_result | None) -> tuple[
 def _check_staged(disk: Disk, path: str, expected: Identity, permissions: int) -> None:
     found = disk.find(path)
     if found.identity.sha256 != expected.sha256 or found.status is None:
-        raise BundleError(Reason.STOPPED, str(disk.root / path), expected=expected.brief(), found=found.identity.brief())
+        raise BundleError(
+            Reason.STOPPED, str(disk.root / path), expected=expected.brief(), found=found.identity.brief()
+        )
     if stat.S_IMODE(found.status.st_mode) != permissions:
         raise BundleError(
             Reason.OWNER,

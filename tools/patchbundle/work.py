@@ -118,9 +118,7 @@ def make_plan(bundle: Bundle, target: Target, direction: str, to: str | None) ->
 def execute(bundle: Bundle, target: Target, state: State, plan: Plan, progress: Progress = _silent) -> Outcome:
     """Carry out a plan."""
     levels = (state.pins.name_of(plan.from_level), state.pins.name_of(plan.to_level))
-    return transaction.run(
-        target.root, plan, bundle.lock.digest, levels, prefixes=target.prefixes, progress=progress
-    )
+    return transaction.run(target.root, plan, bundle.lock.digest, levels, prefixes=target.prefixes, progress=progress)
 
 
 def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tuple[State, Attestation | None]:
@@ -217,9 +215,13 @@ def roundtrip(bundle: Bundle, base: Base, *, offline: bool = False, progress: Pr
                 digests.append(attest.tree_digest(tree))
             if not attestation.holds or attestation.extra:
                 differ = [*attestation.missing, *attestation.changed, *attestation.extra]
-                raise BundleError(Reason.NOT_ATTESTED, str(root), expected=archive.filename, found=", ".join(differ[:5]))
+                raise BundleError(
+                    Reason.NOT_ATTESTED, str(root), expected=archive.filename, found=", ".join(differ[:5])
+                )
         if digests[: top + 1] != list(reversed(digests[top:])):
-            raise BundleError(Reason.NOT_ATTESTED, str(root), expected="the way down through the same trees as the way up")
+            raise BundleError(
+                Reason.NOT_ATTESTED, str(root), expected="the way down through the same trees as the way up"
+            )
     pins = bundle.pins(base)
     sources = sum(len(patch.sources) for patch in bundle.series(base.role))
     return Row(
@@ -234,4 +236,3 @@ def roundtrip(bundle: Bundle, base: Base, *, offline: bool = False, progress: Pr
         digests[-1],
         time.monotonic() - began,
     )
-
