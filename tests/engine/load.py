@@ -50,7 +50,8 @@ def load(root: Path, path: str, stubs: Mapping[str, ModuleType] | None = None) -
     """
     name = path.removesuffix(".py").replace("/", ".")
     spec = importlib.util.spec_from_file_location(name, root / path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with modules({**(stubs or {}), name: module}):
         spec.loader.exec_module(module)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from unidiff import Hunk as UnidiffHunk
-from unidiff import PatchSet
 from unidiff.errors import UnidiffParseError
+from unidiff.patch import Hunk as UnidiffHunk
+from unidiff.patch import PatchSet
 
 from patchbundle import names
 from patchbundle.diff import FileDiff, Hunk

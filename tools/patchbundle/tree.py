@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from patchbundle import names
 from patchbundle.errors import BundleError, Reason
@@ -17,6 +18,7 @@ from patchbundle.identity import ABSENT, EXECUTABLE, PLAIN, File, Identity
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK the open of a fifo would wait for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_Self = TypeVar("_Self", bound="Tree")
 _ABSENT = {errno.ENOENT}
 _NOT_PLAIN = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.EACCES}
 
@@ -44,7 +46,7 @@ class Tree:
     def close(self) -> None:
         os.close(self.fd)
 
-    def __enter__(self) -> Tree:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -79,8 +79,8 @@ def _hides(state: State, cache: Cache) -> bool:
 
 def gates(bundle: Bundle) -> dict[str, str]:
     """The gates of the bundle that are set in this environment."""
-    known = {patch.header.gate_name for patch in bundle.patches} - {None}
-    return {name: os.environ[name] for name in sorted(known & set(os.environ))}  # type: ignore[type-var]
+    known = {patch.header.gate_name for patch in bundle.patches}
+    return {name: value for name, value in sorted(os.environ.items()) if name in known}
 
 
 def make_plan(bundle: Bundle, target: Target, direction: str, to: str | None) -> tuple[State, Plan]:
@@ -197,7 +197,7 @@ def roundtrip(bundle: Bundle, base: Base, *, offline: bool = False, progress: Pr
         fetch.unpack(place, root)
         record = f"{base.distribution.replace('-', '_')}-{base.version}.dist-info/RECORD"
         target = Target(root, (base,), base.version, None, None if base.is_crate else record, ())
-        digests = []
+        digests: list[str] = []
         top = len(bundle.series(base.role))
         # One level at a time up, then down: every interim state is one that an operator may stop at.
         for level in [0, *range(1, top + 1), *reversed(range(top))]:
