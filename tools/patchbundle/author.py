@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,8 +46,18 @@ def render(path: str, old: File | None, new: File | None) -> bytes:
         target = b"/dev/null" if new is None else f"b/{path}".encode()
         lines = difflib.diff_bytes(difflib.unified_diff, before, after, source, target, n=_CONTEXT, lineterm=b"\n")
         for line in lines:
+            if line.startswith(b"@@ -"):
+                line = line[:-1] + _heading(before, int(line[4:].split(b" ")[0].split(b",")[0])) + b"\n"
             body += [line] if line.endswith(b"\n") else [line, b"\n", _MARKER]
     return "".join(head).encode() + b"".join(body)
+
+
+def _heading(lines: Sequence[bytes], start: int) -> bytes:
+    """What stands behind the second ``@@``: the nearest line above that begins at the margin, as git shows it."""
+    for line in reversed(lines[: max(start - 1, 0)]):
+        if line[:1].isalpha() or line[:1] in (b"_", b"$"):
+            return b" " + line.strip()[:80]
+    return b""
 
 
 def refresh(bundle: Bundle, patch_id: str, root: Path) -> Refreshed:
@@ -92,7 +102,7 @@ def refresh(bundle: Bundle, patch_id: str, root: Path) -> Refreshed:
                 written[f"sources/{source}"] = file.data
             if path not in ours:
                 unnamed.append(source)
-    written |= _patch_text(bundle, patch, text, before, edited)
+    written |= _patch_text(bundle, base, patch, text, before, edited)
     return Refreshed(written, tuple(unnamed))
 
 
@@ -148,18 +158,36 @@ def _area(base: Base, path: str) -> str | None:
 
 
 def _patch_text(
-    bundle: Bundle, patch: Patch, text: bytes, before: Mapping[str, File | None], edited: Mapping[str, File | None]
+    bundle: Bundle,
+    base: Base,
+    patch: Patch,
+    text: bytes,
+    before: Mapping[str, File | None],
+    edited: Mapping[str, File | None],
 ) -> dict[str, bytes]:
     """The patch file with its header kept, proven to give the edited bytes; nothing if it is as it was."""
     where = f"patches/{patch.file}"
     raw = bundle.artifacts[where]
-    message = parse.parse(raw, where).message
-    new = "".join(f"{line}\n" for line in message).encode("latin-1") + text
+    parsed = parse.parse(raw, where)
+    outside = {path for path in edited if _area(base, path) is None and path != base.receipt}
+    if outside == {file.path for file in parsed.files} and all(
+        _gives(file, before, edited, where) for file in parsed.files
+    ):
+        return {}
+    new = "".join(f"{line}\n" for line in parsed.message).encode("latin-1") + text
     for file in parse.parse(new, where).files:
-        made = file.apply(before.get(file.path), where)
-        if identity_of(made) != identity_of(edited.get(file.path)):
+        if not _gives(file, before, edited, where):
             raise BundleError(Reason.CONTEXT_DIFFERS, f"{where}: {file.path}", expected="the edited bytes")
-    return {where: new} if new != raw else {}
+    return {where: new}
+
+
+def _gives(file: FileDiff, before: Mapping[str, File | None], edited: Mapping[str, File | None], where: str) -> bool:
+    """Whether a diff leads to the edited file exactly."""
+    try:
+        made = file.apply(before.get(file.path), where)
+    except BundleError:
+        return False
+    return identity_of(made) == identity_of(edited.get(file.path))
 
 
 @dataclass(frozen=True)
