@@ -1,6 +1,6 @@
 """Read a unified diff, strictly. One parser serves the checker and the applier.
 
-unidiff parses the hunks; what it forgives is refused here. It silently drops the tail of a hunk whose
+unidiff parses the hunks, and them alone; what it forgives is refused here. It silently drops the tail of a hunk whose
 header counts too few lines, a translated no-newline marker and trailing junk, and it turns text that is
 no diff into an empty set, so every raw line must be accounted for by a header or by a hunk.
 The bytes are handed over as latin-1, which loses nothing and splits lines at LF only.
@@ -149,8 +149,12 @@ class _Parser:
         def feed() -> Iterator[str]:
             # unidiff's errors do not tell the line; how far it came does.
             nonlocal read
-            for read, line in enumerate(self.lines[self.at :], self.at + 1):  # noqa: B007 - read is the result
-                yield line + "\n"
+            # Of headers it sees the two that it cannot do without: its reading of the rest (names that it
+            # guesses from a git line, mode lines) would only be a second opinion. A hunk's own lines never
+            # begin with a letter.
+            for line in self.lines[self.at :]:
+                read += 1
+                yield "#\n" if line[:1].isalpha() else line + "\n"
 
         try:
             patch = PatchSet(feed())
@@ -173,7 +177,9 @@ class _Parser:
                 return self.refuse(Reason.LINE_ENDINGS, index + 1)
         if text.startswith("Hunk"):
             return self.refuse(Reason.HUNK_COUNT, self._header_before(read), expected=_show(text))
-        return self.refuse(Reason.MALFORMED, read, expected=_show(text))
+        if text.startswith("Unexpected marker"):
+            return self.refuse(Reason.NEWLINE_MARKER, read, expected="a line of a hunk before it")
+        return self.refuse(Reason.HEADER_ORDER, read, expected="'---' and '+++' before a hunk")
 
     def _header_before(self, line_no: int) -> int:
         """The line number of the last hunk header up to a line."""
