@@ -169,7 +169,7 @@ def _version(place: Path, base: Base, metadata: Path | None) -> str | None:
 
 
 def _torch(place: Path) -> str | None:
-    found = [path.name.split("-")[1].removesuffix(".dist-info") for path in place.glob("torch-*.dist-info")]
+    found = [path.name.removeprefix("torch-").removesuffix(".dist-info") for path in place.glob("torch-*.dist-info")]
     return found[0] if len(found) == 1 else None
 
 
