@@ -31,7 +31,7 @@ from pathlib import Path
 from patchbundle import fetch, record
 from patchbundle import pin as pin_module
 from patchbundle.diff import split_lines
-from patchbundle.identity import EXECUTABLE, PLAIN, File
+from patchbundle.identity import EXECUTABLE, File
 
 BASE_ID = "sglang-0.5.19"
 VERSION = "0.5.19"

@@ -95,7 +95,7 @@ def verb(name: str) -> Callable[[Callable[..., Exit]], Callable[..., None]]:
                 report.end(error.exit_code, error)
             except OSError as error:
                 where = error.filename or "a call on the file system"
-                fault = BundleError(Reason.STOPPED, str(where), found=error.strerror or str(error))
+                fault = BundleError(Reason.UNREADABLE, str(where), found=error.strerror or str(error))
                 report.end(fault.exit_code, fault)
             else:
                 report.end(code)
@@ -157,7 +157,7 @@ def apply_cli() -> None:
 
     \b
     Exit codes: 0 done, 1 refused, 2 usage, 3 nothing to do, 4 recovery needed,
-    5 another process is writing, 6 the file system failed (the tree is as it was).
+    5 another process is writing, 6 the file system or the network failed (the tree is as it was).
     """
 
 
