@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,3 +15,9 @@ from tests.toy import Toy
 def toy(tmp_path: Path) -> Toy:
     """A fresh toy bundle, its lock made, and an installed toy base."""
     return toy_module.make(tmp_path / "toy")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test here cuts the power: what is synchronised, and when, is read from the calls themselves."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)

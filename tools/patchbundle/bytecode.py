@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from patchbundle.errors import BundleError
 from patchbundle.tree import Tree
 
 
@@ -14,7 +15,8 @@ class Cache:
     """A compiled file. ``folder`` is the tree it stands in, ``path`` its path there, ``module`` the source's.
 
     ``kind`` tells how an interpreter checks it: by the source's time stamp, by its hash, or not at all
-    ("unchecked"): the last would go on running the old code whatever stands in the source.
+    ("unchecked"): the last would go on running the old code whatever stands in the source. "damaged", "link",
+    "unreadable" and "closed" (a whole folder) say why that cannot be told.
     """
 
     folder: Path
@@ -25,37 +27,60 @@ class Cache:
 
     def hides(self, mtime: int, size: int) -> bool:
         """Whether an interpreter would take it for that of a source with this time stamp, unread."""
-        return self.kind == "unchecked" or (self.kind == "timestamp" and self.stamp == (mtime & 0xFFFFFFFF, size))
+        return self.kind in {"unchecked", "link", "unreadable", "closed"} or (
+            self.kind == "timestamp" and self.stamp == (mtime & 0xFFFFFFFF, size)
+        )
 
 
-def find(tree: Tree, modules: Iterable[str], prefixes: Iterable[Path] = ()) -> list[Cache]:
-    """The compiled files of ``modules``: beside them, and under each pycache prefix."""
+def find(tree: Tree, modules: Iterable[str], mirrors: Iterable[Path] = ()) -> list[Cache]:
+    """The compiled files of ``modules``: beside them, and in each folder that mirrors the tree for bytecode.
+
+    A folder of caches that may not be looked into is one result, of kind "closed".
+    """
+    sources = [module for module in modules if module.endswith(".py")]
     found: list[Cache] = []
-    for module in modules:
-        if module.endswith(".py"):
-            found += _in_folder(tree, f"{module.rpartition('/')[0]}/__pycache__".lstrip("/"), module)
-    for prefix in prefixes:
-        # A prefix repeats the absolute folder of the source below itself.
-        mirrored = prefix / tree.root.relative_to(tree.root.anchor)
-        if mirrored.is_dir():
-            with Tree(mirrored) as other:
-                for module in modules:
-                    if module.endswith(".py"):
-                        found += _in_folder(other, module.rpartition("/")[0], module)
-    return found
+    for module in sources:
+        found += _in_folder(tree, f"{module.rpartition('/')[0]}/__pycache__".lstrip("/"), module)
+    for mirror in mirrors:
+        try:
+            other = Tree(mirror)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError:
+            found += [Cache(mirror, "", module, "closed") for module in sources[:1]]
+            continue
+        with other:
+            for module in sources:
+                found += _in_folder(other, module.rpartition("/")[0], module)
+    closed: set[str] = set()
+    return [cache for cache in found if cache.kind != "closed" or _first(closed, f"{cache.folder}/{cache.path}")]
+
+
+def _first(seen: set[str], item: str) -> bool:
+    new = item not in seen
+    seen.add(item)
+    return new
 
 
 def _in_folder(tree: Tree, folder: str, module: str) -> Iterator[Cache]:
     stem = module.rpartition("/")[2].removesuffix(".py")
-    for name, kind in sorted(tree.listing(folder).items()):
+    try:
+        listing = tree.listing(folder)
+    except BundleError:
+        yield Cache(tree.root, folder, module, "closed")
+        return
+    for name, kind in sorted(listing.items()):
         # module.cpython-311.pyc, module.cpython-311.opt-1.pyc
-        if kind == "file" and name.startswith(f"{stem}.") and name.endswith(".pyc"):
+        if kind in {"file", "link"} and name.startswith(f"{stem}.") and name.endswith(".pyc"):
             path = f"{folder}/{name}" if folder else name
-            yield _read(tree, path, module)
+            yield _read(tree, path, module) if kind == "file" else Cache(tree.root, path, module, "link")
 
 
 def _read(tree: Tree, path: str, module: str) -> Cache:
-    data = tree.find(path).data or b""
+    try:
+        data = tree.find(path).data or b""
+    except BundleError:
+        return Cache(tree.root, path, module, "unreadable")
     if len(data) < 16:
         return Cache(tree.root, path, module, "damaged")
     flags = int.from_bytes(data[4:8], "little")

@@ -15,6 +15,7 @@ import click
 
 from patchbundle import __version__, fetch, manifest, pin, scan, transaction, work
 from patchbundle import target as target_module
+from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
 from patchbundle.manifest import Bundle
 from patchbundle.plan import Plan
@@ -94,7 +95,7 @@ def verb(name: str) -> Callable[[Callable[..., Exit]], Callable[..., None]]:
                 report.end(error.exit_code, error)
             except OSError as error:
                 where = error.filename or "a call on the file system"
-                fault = BundleError(Reason.STOPPED, str(where), found=error.strerror or str(error))
+                fault = BundleError(Reason.UNREADABLE, str(where), found=error.strerror or str(error))
                 report.end(fault.exit_code, fault)
             else:
                 report.end(code)
@@ -156,7 +157,7 @@ def apply_cli() -> None:
 
     \b
     Exit codes: 0 done, 1 refused, 2 usage, 3 nothing to do, 4 recovery needed,
-    5 another process is writing, 6 the file system failed (the tree is as it was).
+    5 another process is writing, 6 the file system or the network failed (the tree is as it was).
     """
 
 
@@ -164,18 +165,21 @@ def _change(direction: str) -> Callable[..., Exit]:
     def run(report: Report, bundle_path: Path, to: str | None, dry_run: bool, **options: Any) -> Exit:
         bundle = manifest.load(bundle_path)
         target = _discover(report, bundle, options)
-        state, plan = work.make_plan(bundle, target, direction, to)
-        _plan_result(report, state, plan)
-        if not plan.operations:
-            report.say(f"nothing to do: the tree is at level {plan.to_level} ({state.pins.name_of(plan.to_level)})")
-            return Exit.NOTHING_TO_DO
-        if dry_run:
-            with Tree(target.root) as tree:
-                warnings = transaction.preflight(tree, plan, target.prefixes)
-            report.result["warnings"] = warnings
-            report.say("dry run: nothing was written")
-            return Exit.DONE
-        outcome = work.execute(bundle, target, state, plan, report.progress)
+        # The lock first: a plan made without it may be out of date when it is carried out.
+        with Tree(target.root) if dry_run else transaction.locked(target.root) as tree:
+            state, plan = work.make_plan(bundle, target, direction, to, tree=tree)
+            _plan_result(report, state, plan)
+            if not plan.operations:
+                report.say(f"nothing to do: the tree is at level {plan.to_level} ({state.pins.name_of(plan.to_level)})")
+                return Exit.NOTHING_TO_DO
+            if not isinstance(tree, Disk):
+                warnings = transaction.preflight(tree, plan, target.mirrors)
+                report.result["warnings"] = warnings
+                for warning in warnings:
+                    report.say(f"warning: {warning}")
+                report.say("dry run: nothing was written")
+                return Exit.DONE
+            outcome = work.execute(bundle, target, state, plan, report.progress, disk=tree)
         report.result["dropped_bytecode"] = list(outcome.dropped)
         report.result["warnings"] = list(outcome.warnings)
         for path in outcome.dropped:
@@ -290,7 +294,7 @@ def status_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
 @verb("recover")
 def recover_command(report: Report, bundle_path: Path, root: Path, back: bool, dry_run: bool) -> Exit:
     """Finish (or with --back undo) a run that was interrupted. Needs no bundle: all is beside the files."""
-    root = root.resolve()
+    root = target_module.interrupted_root(root)
     if dry_run:
         with Tree(root) as tree:
             log = transaction.pending(tree)

@@ -7,6 +7,7 @@ file for writing, renames, links, removes or synchronises.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -27,8 +28,13 @@ class Disk(Tree):
         """Run one call on the file system. ``name`` and ``path`` say which."""
         return action()
 
-    def create(self, path: str, data: bytes, permissions: int, owner: tuple[int, int] | None) -> None:
-        """Write a new file, exactly with these permission bits and this owner, down to the disk."""
+    def create(
+        self, path: str, data: bytes, permissions: int, owner: tuple[int, int] | None, like: str | None = None
+    ) -> None:
+        """Write a new file, exactly with these permission bits and this owner, down to the disk.
+
+        It gets the extended attributes (access control lists, labels) of the file ``like``.
+        """
         with self.parent(path) as (folder, name):
             fd = self.call("open", path, lambda: os.open(name, _NEW, 0o600, dir_fd=folder))
             try:
@@ -38,20 +44,29 @@ class Disk(Tree):
                 status = os.fstat(fd)
                 if owner is not None and owner != (status.st_uid, status.st_gid):
                     self.call("chown", path, lambda: os.fchown(fd, *owner))
+                if like is not None:
+                    # While the file is ours to write: attributes of a read-only file cannot be set later.
+                    self._copy_attributes(like, path, fd)
                 # After the writes and the chown: both clear set-id bits. fchmod also ignores the umask.
                 self.call("chmod", path, lambda: os.fchmod(fd, permissions))
                 self.call("fsync", path, lambda: os.fsync(fd))
             finally:
                 os.close(fd)
 
-    def copy_attributes(self, source: str, path: str) -> None:
-        """Copy extended attributes (access control lists, labels) where the file system lets us."""
-        with self.parent(source) as (source_folder, source_name), self.parent(path) as (folder, name):
-            old, new = f"/proc/self/fd/{source_folder}/{source_name}", f"/proc/self/fd/{folder}/{name}"
-            with contextlib.suppress(OSError):
-                for attribute in os.listxattr(old, follow_symlinks=False):
-                    value = os.getxattr(old, attribute, follow_symlinks=False)
-                    self.call("setxattr", path, partial(os.setxattr, new, attribute, value, follow_symlinks=False))
+    def _copy_attributes(self, source: str, path: str, fd: int) -> None:
+        with self.parent(source) as (folder, name):
+            old = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            for attribute in _attributes(old):
+                value = os.getxattr(old, attribute)
+                try:
+                    self.call("setxattr", path, partial(os.setxattr, fd, attribute, value))
+                except PermissionError:
+                    # Labels are the system's to give. Any other attribute is a part of the file.
+                    if not attribute.startswith(("security.", "trusted.")):
+                        raise
+        finally:
+            os.close(old)
 
     def link(self, old: str, new: str) -> None:
         with self.parent(old) as (folder, name), self.parent(new) as (new_folder, new_name):
@@ -71,12 +86,12 @@ class Disk(Tree):
         with self.parent(path) as (folder, name):
             self.call("unlink", path, lambda: os.unlink(name, dir_fd=folder))
 
-    def mkdir(self, path: str, permissions: int, owner: tuple[int, int]) -> None:
+    def mkdir(self, path: str, permissions: int, owner: tuple[int, int] | None) -> None:
         with self.parent(path) as (folder, name):
             self.call("mkdir", path, lambda: os.mkdir(name, 0o700, dir_fd=folder))
         with self.folder(path) as fd:
             status = os.fstat(fd)
-            if owner != (status.st_uid, status.st_gid):
+            if owner is not None and owner != (status.st_uid, status.st_gid):
                 self.call("chown", path, lambda: os.fchown(fd, *owner))
             self.call("chmod", path, lambda: os.fchmod(fd, permissions))
 
@@ -108,6 +123,15 @@ class Disk(Tree):
         except BlockingIOError:
             return False
         return True
+
+
+def _attributes(fd: int) -> list[str]:
+    try:
+        return os.listxattr(fd)
+    except OSError as error:
+        if error.errno in {errno.ENOTSUP, errno.ENOSYS}:
+            return []
+        raise
 
 
 def write_file(path: Path, data: bytes) -> None:

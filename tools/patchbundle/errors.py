@@ -83,6 +83,7 @@ class Reason(Enum):
     JOURNAL = "the journal of an interrupted run is damaged"
     PAST_RETURN = "the interrupted run can only be finished, not undone"
     STOPPED = "the file system failed while the tree was being changed"
+    UNREADABLE = "a file or folder cannot be read"
     # Bases.
     ARCHIVE = "an archive is not the pinned one"
     NOT_FETCHED = "an archive is not in the cache and could not be fetched"
@@ -94,7 +95,38 @@ _EXITS = {
     Reason.JOURNAL: Exit.RECOVERY_NEEDED,
     Reason.PAST_RETURN: Exit.RECOVERY_NEEDED,
     Reason.STOPPED: Exit.FAILED,
+    Reason.UNREADABLE: Exit.FAILED,
     Reason.NOT_FETCHED: Exit.FAILED,
+}
+
+
+# The next step where whoever refuses knows no better one.
+_CHECK = "mend the bundle, then run: tools/check_sources.py"
+_STATUS = "run: tools/apply.py status"
+_NEXT = {
+    Reason.LOCK_STALE: "run: tools/apply.py pin",
+    Reason.NO_TARGET: "give --root DIR or --python EXE",
+    Reason.TWO_TARGETS: "name one of them with --root",
+    Reason.WRONG_VERSION: "point --root or --python at the release that the bundle is for",
+    Reason.WRONG_TORCH: "use the image that the base was released for",
+    Reason.DRIFT: _STATUS,
+    Reason.UNKNOWN_LEVEL: "run: tools/apply.py status --json, which lists the levels",
+    Reason.RECORD: "reinstall the distribution, or restore its RECORD",
+    Reason.NOT_ATTESTED: "reinstall the distribution",
+    Reason.NOT_EXPECTED: _STATUS,
+    Reason.NOT_WRITABLE: "run where the tree can be written to, as its owner",
+    Reason.OWNER: "run as the owner of the file",
+    Reason.NO_SPACE: "make room, then run the command again",
+    Reason.BYTECODE: "remove it as its owner, then run the command again",
+    Reason.SWAPPED: _STATUS,
+    Reason.BUSY: "wait for the other run to end, then run: tools/apply.py status",
+    Reason.RECOVERY_NEEDED: "run: tools/apply.py recover --root DIR",
+    Reason.JOURNAL: "do not delete it: see docs/recovery.md",
+    Reason.PAST_RETURN: "run: tools/apply.py recover --root DIR",
+    Reason.STOPPED: "mend the cause, then run the command again",
+    Reason.UNREADABLE: "run as a user who may read the tree",
+    Reason.ARCHIVE: "see config/bases.toml, then run: tools/apply.py fetch-base",
+    Reason.NOT_FETCHED: "run: tools/apply.py fetch-base, with a network",
 }
 
 
@@ -108,14 +140,14 @@ class BundleError(Exception):
         *,
         expected: str | None = None,
         found: str | None = None,
-        next_step: str | None = None,
+        next_step: str = "",
         exit_code: Exit | None = None,
     ) -> None:
         self.reason = reason
         self.where = where
         self.expected = expected
         self.found = found
-        self.next_step = next_step
+        self.next_step = next_step or _NEXT.get(reason, _CHECK)
         self.exit_code = exit_code if exit_code is not None else _EXITS.get(reason, Exit.REFUSED)
         super().__init__(str(self))
 

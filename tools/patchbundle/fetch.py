@@ -153,7 +153,7 @@ def _cache_lock(folder: Path) -> Iterator[None]:
 
 def cached_archives() -> list[Path]:
     """Every archive in the cache."""
-    return sorted((cache_folder() / "archives").glob("*/*"))
+    return sorted(place for place in (cache_folder() / "archives").glob("*/*") if len(place.parent.name) == 64)
 
 
 def clean(keep: set[str]) -> list[Path]:

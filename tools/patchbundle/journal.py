@@ -50,7 +50,7 @@ class Journal:
     steps: tuple[Step, ...]
     new_folders: tuple[str, ...]
     gone_folders: tuple[str, ...]
-    prefixes: tuple[str, ...]
+    mirrors: tuple[str, ...]  # folders outside the tree that hold bytecode of its modules
 
     def at(self, phase: str) -> Journal:
         return replace(self, phase=phase)
@@ -66,7 +66,7 @@ class Journal:
             "steps": [[step.path, str(step.old), str(step.new)] for step in self.steps],
             "new_folders": list(self.new_folders),
             "gone_folders": list(self.gone_folders),
-            "prefixes": list(self.prefixes),
+            "mirrors": list(self.mirrors),
         }
         return _canonical({**body, "content": hashlib.sha256(_canonical(body)).hexdigest()})
 
@@ -92,7 +92,7 @@ def load(raw: bytes, where: str) -> Journal:
             steps=steps,
             new_folders=tuple(names.check(path, where) for path in table["new_folders"]),
             gone_folders=tuple(names.check(path, where) for path in table["gone_folders"]),
-            prefixes=tuple(table["prefixes"]),
+            mirrors=tuple(table["mirrors"]),
         )
         same = journal.dump() == raw and journal.phase in PHASES
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BundleError):

@@ -17,7 +17,8 @@ class Process:
 def older_than(root: Path, changed: float) -> list[Process]:
     """Processes that use the tree at ``root`` and started before ``changed`` (seconds since the epoch).
 
-    A process uses it if it has a file below it mapped or its command line names it. Processes of others,
+    A process uses it if it has a file below it mapped, if its command line names it, or if it was started by the
+    interpreter of the virtual environment that the tree stands in. Processes of others,
     which the system does not let us look into, are not seen.
     """
     boot = _boot_time()
@@ -36,10 +37,13 @@ def older_than(root: Path, changed: float) -> list[Process]:
 
 def _uses(entry: Path, root: Path) -> bool:
     needle = os.fsencode(root) + b"/"
-    # A virtual environment's interpreter is named by a path that contains its site-packages' parents.
-    environment = os.fsencode(root.parents[2]) + b"/bin/" if root.name == "site-packages" else needle
     command = (entry / "cmdline").read_bytes()
-    return needle in command or environment in command or needle in (entry / "maps").read_bytes()
+    if needle in command or needle in (entry / "maps").read_bytes():
+        return True
+    # A virtual environment is there for its own interpreter. Of /usr/bin that cannot be said.
+    environment = root.parents[2] if len(root.parents) > 2 else root
+    own = os.fsencode(environment / "bin") + b"/"
+    return (environment / "pyvenv.cfg").exists() and command.startswith(own)
 
 
 def _start_ticks(entry: Path) -> int:

@@ -9,7 +9,7 @@ from patchbundle import plan as plan_module
 from patchbundle import record
 from patchbundle.bases import Base
 from patchbundle.errors import BundleError, Reason
-from patchbundle.identity import ABSENT, File, Identity
+from patchbundle.identity import ABSENT, PLAIN, File, Identity
 from patchbundle.lock import Pins
 from patchbundle.manifest import Bundle
 from patchbundle.tree import Found, Tree
@@ -124,6 +124,9 @@ def _unexpected(tree: Tree, pins: Pins, base: Base, level: int) -> tuple[str, ..
             path = f"{folder}/{name}"
             if path not in pins.paths and path not in pins.folders and path != base.receipt and name != "__pycache__":
                 result.append(path)
+    receipt = tree.find(base.receipt).identity
+    if level and not (receipt == ABSENT or receipt.mode == PLAIN):
+        result.append(base.receipt)
     return tuple(result)
 
 
@@ -131,8 +134,14 @@ def _record_fault(found: Mapping[str, Found], record_path: str | None, pins: Pin
     if record_path is None:
         return None
     data = found[record_path].data
-    if data is None:
-        return BundleError(Reason.RECORD, record_path, expected="a file", found=found[record_path].identity.brief())
+    if data is None or found[record_path].identity.mode != PLAIN:
+        return BundleError(
+            Reason.RECORD,
+            record_path,
+            expected="a plain file that is not executable",
+            found=found[record_path].identity.brief(),
+            next_step="reinstall the distribution, or restore its RECORD",
+        )
     try:
         record.check(data, pins.at(level), record_path)
     except BundleError as fault:

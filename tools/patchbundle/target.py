@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from patchbundle import transaction
 from patchbundle.bases import Base
 from patchbundle.errors import BundleError, Reason
 from patchbundle.manifest import Bundle
+from patchbundle.tree import Tree
 
 # Run by the interpreter that is asked: where would `import NAME` look? The working folder is the root, so
 # that a checkout that happens to be the current folder does not shadow the installed distribution.
@@ -44,7 +46,7 @@ class Target:
     version: str | None
     torch: str | None
     record: str | None  # path of the installed RECORD inside the tree
-    prefixes: tuple[Path, ...]  # where bytecode may be mirrored to
+    mirrors: tuple[Path, ...]  # folders that hold bytecode of the tree's modules, with PYTHONPYCACHEPREFIX
 
     def describe(self) -> list[str]:
         return [
@@ -76,7 +78,8 @@ def discover(
         found, versions, prefix = _ask(python or sys.executable, [base for base in bases if not base.is_crate])
         version, torch = versions.get("sglang"), versions.get("torch")
         prefixes += [prefix] if prefix else []
-    place = _only(found, str(root) if root is not None else f"what {python or sys.executable} imports")
+    where = str(root) if root is not None else f"what {python or sys.executable} imports"
+    place = _only(found, where)
     candidates = [base for base in bases if (place / base.marker).exists()]
     metadata = _metadata(place, candidates[0])
     version = _version(place, candidates[0], metadata) or version
@@ -92,7 +95,29 @@ def discover(
         )
     _check_torch(place, fitting, torch, require_torch)
     record = f"{metadata.name}/RECORD" if metadata is not None and (metadata / "RECORD").exists() else None
-    return Target(place, fitting, version, torch, record, tuple(Path(prefix) for prefix in prefixes))
+    return Target(place, fitting, version, torch, record, _mirrors(place, found, prefixes))
+
+
+def interrupted_root(root: Path) -> Path:
+    """The one place at or just below ``root`` with an interrupted run; ``root`` itself if there is none.
+
+    Raises:
+        BundleError: TWO_TARGETS.
+    """
+    found = []
+    for place in {place.resolve() for place in _places(root)}:
+        with Tree(place) as tree:
+            if transaction.interrupted(tree):
+                found.append(place)
+    return _only(found or [root], str(root))
+
+
+def _mirrors(place: Path, found: Iterable[Path], prefixes: Iterable[str]) -> tuple[Path, ...]:
+    """A prefix repeats the source's folder below itself, as the interpreter names it: it may have come by a link."""
+    names = {place, *(path.absolute() for path in found)}
+    return tuple(
+        sorted({Path(prefix).absolute() / name.relative_to(name.anchor) for prefix in prefixes for name in names})
+    )
 
 
 def _only(found: Iterable[Path], where: str) -> Path:
@@ -120,22 +145,35 @@ def _below(root: Path, bases: Iterable[Base]) -> list[Path]:
     """The places at or just below ``root`` where trees stand: itself, a checkout's python/, a virtual environment's
     site-packages, an unpacked source archive."""
     if not root.is_dir():
-        raise BundleError(Reason.NO_TARGET, str(root), expected="a folder", found="none")
-    places = [root, root / "python", *root.glob("lib/python3*/site-packages"), *root.glob("sglang_router-*")]
-    return [place for place in places if any((place / base.marker).exists() for base in bases)]
+        raise BundleError(
+            Reason.NO_TARGET, str(root), expected="a folder", found="none", next_step="give --root DIR or --python EXE"
+        )
+    return [place for place in _places(root) if any((place / base.marker).exists() for base in bases)]
+
+
+def _places(root: Path) -> list[Path]:
+    # Debian's interpreters call it dist-packages.
+    below = ("python", "lib/python3*/site-packages", "lib/python3*/dist-packages", "sglang_router-*")
+    return [place for place in (root, *(path for item in below for path in sorted(root.glob(item)))) if place.is_dir()]
 
 
 def _ask(python: str, bases: Iterable[Base]) -> tuple[list[Path], dict[str, str | None], str | None]:
     markers = {base.marker for base in bases}
-    command = [python, "-c", _ASK, "sglang", "sglang", "torch"]
+    # The child's working folder is another one.
+    command = [str(Path(python).absolute()) if "/" in python else python, "-c", _ASK, "sglang", "sglang", "torch"]
     try:
         # PYTHONPATH stays: an overlay folder there is exactly the second copy that must be seen.
         answer = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, check=True)
-        table = json.loads(answer.stdout)
+        # An interpreter's start-up files may print too.
+        table = json.loads((answer.stdout.strip().splitlines() or [""])[-1])
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
+        detail = str(getattr(error, "stderr", None) or "").strip() or str(error)
         raise BundleError(
-            Reason.NO_TARGET, python, expected="a Python interpreter", found=detail.strip().splitlines()[-1]
+            Reason.NO_TARGET,
+            python,
+            expected="a Python interpreter",
+            found=detail.splitlines()[-1],
+            next_step="give --root DIR or --python EXE",
         ) from None
     places = [Path(location).parent for location in table["locations"]]
     places += [Path(entry) for entry in table["path"] if entry]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from pathlib import Path
 from patchbundle import bytecode, journal, names
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
-from patchbundle.identity import EXECUTABLE, Identity
+from patchbundle.identity import ABSENT, EXECUTABLE, Identity
 from patchbundle.journal import Journal, Step
 from patchbundle.plan import Plan
 from patchbundle.tree import Tree
@@ -53,7 +54,7 @@ def pending(tree: Tree) -> Journal | None:
         BundleError: JOURNAL, if it is damaged.
     """
     found = tree.find(journal.NAME)
-    if found.identity.kind == "absent":
+    if found.identity == ABSENT:
         return None
     return journal.load(found.data or b"", str(tree.root / journal.NAME))
 
@@ -63,82 +64,94 @@ def interrupted(tree: Tree) -> bool:
     return any(tree.kind(name) != "absent" for name in (journal.NAME, journal.BESIDE))
 
 
+def refuse_interrupted(tree: Tree) -> None:
+    """Refuse a tree in which a run was interrupted, or is at work.
+
+    Raises:
+        BundleError: BUSY or RECOVERY_NEEDED.
+    """
+    if interrupted(tree):
+        # Our own lock does not count: whoever holds it and finds a journal finds one of an earlier run.
+        if not isinstance(tree, Disk) and is_locked(tree):
+            raise _busy(tree.root)
+        raise recovery_needed(tree.root)
+
+
 def run(
-    root: Path,
+    disk: Disk,
     plan: Plan,
     bundle_digest: str,
     names_of_levels: tuple[str, str],
     *,
-    prefixes: Sequence[Path] = (),
+    mirrors: Sequence[Path] = (),
     progress: Progress = _silent,
-    disk_type: type[Disk] = Disk,
 ) -> Outcome:
-    """Carry out ``plan`` on the tree at ``root``.
+    """Carry out ``plan`` on the tree that ``disk`` holds the lock of.
 
     Raises:
         BundleError: before anything was written, or with everything undone; with exit code 4 where undoing
             failed too and ``recover`` must finish.
     """
-    with locked(root, disk_type) as disk:
-        if interrupted(disk):
-            raise recovery_needed(root)
-        warnings = preflight(disk, plan, prefixes)
-        steps = tuple(Step.of(number, op.path, op.old, op.new) for number, op in enumerate(plan.operations))
-        log = Journal(
-            "prepare",
-            bundle_digest,
-            plan.base.id,
-            *names_of_levels,
-            steps,
-            plan.new_folders,
-            plan.gone_folders,
-            tuple(str(prefix) for prefix in prefixes),
-        )
-        data = {op.path: op.data for op in plan.operations if op.data is not None}
-        try:
-            disk.replace(journal.NAME, log.dump())
-            progress("staging")
-            _stage(disk, log, data)
-            log = log.at("commit")
-            disk.replace(journal.NAME, log.dump())
-            progress("renaming")
-            for step in steps:
-                _check_unchanged(disk, step)
-                _forward(disk, step)
-            _settle(disk, log)
-            log = log.at("finish")
-            disk.replace(journal.NAME, log.dump())
-        except (OSError, BundleError, KeyboardInterrupt) as error:
-            raise _undone(disk, error) from error
-        progress("clearing up")
-        try:
-            dropped, more = _finish(disk, log)
-        except OSError as error:
-            raise BundleError(
-                Reason.RECOVERY_NEEDED,
-                str(root),
-                found=f"the tree is changed, but clearing up stopped: {error}",
-                next_step=_recover_command(root),
-            ) from error
-        return Outcome(tuple(step.path for step in steps), dropped, (*warnings, *more))
+    if interrupted(disk):
+        raise recovery_needed(disk.root)
+    warnings = preflight(disk, plan, mirrors)
+    steps = tuple(Step.of(number, op.path, op.old, op.new) for number, op in enumerate(plan.operations))
+    log = Journal(
+        "prepare",
+        bundle_digest,
+        plan.base.id,
+        *names_of_levels,
+        steps,
+        plan.new_folders,
+        plan.gone_folders,
+        tuple(str(mirror) for mirror in mirrors),
+    )
+    data = {op.path: op.data for op in plan.operations if op.data is not None}
+    tried: list[Step] = []
+    try:
+        disk.replace(journal.NAME, log.dump())
+        progress("staging")
+        _stage(disk, log, data)
+        log = log.at("commit")
+        disk.replace(journal.NAME, log.dump())
+        progress("renaming")
+        for step in steps:
+            _check_unchanged(disk, step)
+            tried.append(step)
+            _forward(disk, step)
+        _settle(disk, log)
+        log = log.at("finish")
+        disk.replace(journal.NAME, log.dump())
+    except (OSError, BundleError, KeyboardInterrupt) as error:
+        raise _undone(disk, error, tried) from error
+    progress("clearing up")
+    try:
+        dropped, more = _finish(disk, log)
+    except (OSError, BundleError, KeyboardInterrupt) as error:
+        raise _unfinished(disk.root, f"the tree is changed, but clearing up stopped: {_words(error)}") from error
+    return Outcome(tuple(step.path for step in steps), dropped, (*warnings, *more))
 
 
 def recover(root: Path, *, back: bool = False, disk_type: type[Disk] = Disk) -> tuple[str, Journal | None]:
     """Bring a tree after an interrupted run to the new state, or with ``back`` to the old one.
 
-    Returns the state it is in now ("old", "new", or "clean" if there was nothing to do) and the journal.
-    May itself be interrupted at any call and run again.
+    Without ``back`` too it goes back where an earlier undoing was itself interrupted: what had been made is
+    gone then, and the old files are all there. Returns the state it is in now ("old", "new", or "clean" if
+    there was nothing to do) and the journal. May itself be interrupted at any call and run again.
 
     Raises:
-        BundleError: PAST_RETURN, if ``back`` is no longer possible; SWAPPED, if a file is neither old nor new.
+        BundleError: BUSY; else with exit code 4: PAST_RETURN, if ``back`` is no longer possible; SWAPPED, if a
+            file is neither old nor new; RECOVERY_NEEDED, if the file system fails.
     """
     with locked(root, disk_type) as disk:
         try:
             return _recover(disk, back)
-        except OSError as error:
-            raise BundleError(
-                Reason.RECOVERY_NEEDED, str(root), found=str(error), next_step=_recover_command(root)
-            ) from error
+        except (OSError, KeyboardInterrupt) as error:
+            raise _unfinished(root, _words(error)) from error
+        except BundleError as error:
+            if error.exit_code == Exit.RECOVERY_NEEDED:
+                raise
+            raise _unfinished(root, _words(error)) from error
 
 
 def _recover(disk: Disk, back: bool) -> tuple[str, Journal | None]:
@@ -163,7 +176,10 @@ def _recover(disk: Disk, back: bool) -> tuple[str, Journal | None]:
             )
         _finish(disk, log)
         return "new", log
-    _check_known(disk, log, back)
+    if not back and _obstacle(disk, log, back=False) and not _obstacle(disk, log, back=True):
+        back = True
+    if obstacle := _obstacle(disk, log, back):
+        raise obstacle
     if back:
         _roll_back(disk, log, log.steps)
         return "old", log
@@ -185,8 +201,31 @@ def locked(root: Path, disk_type: type[Disk] = Disk) -> Iterator[Disk]:
     """
     with disk_type(root) as disk:
         if not disk.lock():
-            raise BundleError(Reason.BUSY, str(root), next_step="wait for the other run to end, then run status")
+            raise _busy(root)
         yield disk
+
+
+def is_locked(tree: Tree) -> bool:
+    """Whether another process holds the tree's lock. Needs no right to write."""
+    # A descriptor of its own: a lock belongs to the open file, and this one must end here.
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=tree.fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno == errno.EWOULDBLOCK
+    finally:
+        os.close(fd)
+    return False
+
+
+def _busy(root: Path) -> BundleError:
+    return BundleError(
+        Reason.BUSY, str(root), next_step=f"wait for the other run, then: tools/apply.py status --root {root}"
+    )
+
+
+def _unfinished(root: Path, found: str) -> BundleError:
+    return BundleError(Reason.RECOVERY_NEEDED, str(root), found=found, next_step=_recover_command(root))
 
 
 def recovery_needed(root: Path) -> BundleError:
@@ -200,7 +239,7 @@ def _recover_command(root: Path) -> str:
 # Before anything is written.
 
 
-def preflight(tree: Tree, plan: Plan, prefixes: Sequence[Path] = ()) -> list[str]:
+def preflight(tree: Tree, plan: Plan, mirrors: Sequence[Path] = ()) -> list[str]:
     """Check all that can be checked without writing; returns warnings.
 
     Raises:
@@ -216,11 +255,13 @@ def preflight(tree: Tree, plan: Plan, prefixes: Sequence[Path] = ()) -> list[str
         if tree.kind(folder) != "absent":
             raise BundleError(Reason.SWAPPED, str(tree.root / folder), expected="nothing", found=tree.kind(folder))
     _check_gone_folders(tree, plan)
-    folders = _existing_parents(tree, (op.path for op in plan.operations))
+    # A folder that comes or goes is an entry of the one above it.
+    folders = _existing_parents(tree, (*(op.path for op in plan.operations), *plan.new_folders, *plan.gone_folders))
+    folders |= {f"{folder}/__pycache__" for folder in plan.gone_folders if tree.listing(f"{folder}/__pycache__")}
     for folder in ["", *sorted(folders)]:
         _check_writable(tree, folder)
     _check_room(tree, folders, plan)
-    return _check_caches(tree, plan, prefixes)
+    return _check_caches(tree, plan, mirrors)
 
 
 def _existing_parents(tree: Tree, paths: Iterable[str]) -> set[str]:
@@ -239,8 +280,10 @@ def _check_writable(tree: Tree, folder: str) -> None:
                 Reason.NOT_WRITABLE,
                 str(tree.root / folder),
                 expected=f"a folder that user {os.geteuid()} may write to",
-                found=stat.filemode(os.fstat(fd).st_mode) + f", owner {os.fstat(fd).st_uid}",
-                next_step="run as the owner of the tree",
+                found="a read-only file system"
+                if os.fstatvfs(fd).f_flag & os.ST_RDONLY
+                else f"{stat.filemode(os.fstat(fd).st_mode)}, owner {os.fstat(fd).st_uid}",
+                next_step="run where the tree can be written to, as its owner",
             )
 
 
@@ -278,30 +321,39 @@ def _check_gone_folders(tree: Tree, plan: Plan) -> None:
     for folder in plan.gone_folders:
         for name in tree.listing(folder):
             path = f"{folder}/{name}"
-            if path not in removed and path not in plan.gone_folders and name != "__pycache__":
+            if name == "__pycache__":
+                others = [f"{path}/{item}" for item, kind in tree.listing(path).items() if not _is_bytecode(item, kind)]
+                # Or something that is no folder, in a folder's place.
+                others += [] if tree.kind(path) == "folder" else [path]
+            else:
+                others = [] if path in removed or path in plan.gone_folders else [path]
+            if others:
                 raise BundleError(
                     Reason.DRIFT,
-                    str(tree.root / path),
+                    str(tree.root / others[0]),
                     expected="nothing of others in a folder that goes",
-                    found="a file",
+                    found=f"a {tree.kind(others[0])}",
+                    next_step="move it away, then run the command again",
                 )
 
 
-def _check_caches(tree: Tree, plan: Plan, prefixes: Sequence[Path]) -> list[str]:
+def _is_bytecode(name: str, kind: str) -> bool:
+    # An interpreter writes NAME.pyc.NUMBER and renames it.
+    return kind in {"file", "link"} and ".pyc" in name
+
+
+def _check_caches(tree: Tree, plan: Plan, mirrors: Sequence[Path]) -> list[str]:
     warnings = []
     modules = [op.path for op in plan.operations]
-    for cache in bytecode.find(tree, modules, prefixes):
+    for cache in bytecode.find(tree, modules, mirrors):
         place = cache.folder / cache.path
+        if cache.kind == "closed":
+            warnings.append(f"{place} cannot be looked into: drop the bytecode of changed modules there")
+            continue
         if os.access(place.parent, os.W_OK | os.X_OK, effective_ids=True):
             continue
         if cache.kind == "unchecked":
-            raise BundleError(
-                Reason.BYTECODE,
-                str(place),
-                expected="bytecode that can be removed: it is never checked against its source",
-                found="a folder that cannot be written to",
-                next_step="remove it as its owner, then run the command again",
-            )
+            raise _bytecode_in_the_way(cache)
         warnings.append(f"{place} cannot be removed; an interpreter checks it against its source ({cache.kind})")
     return warnings
 
@@ -314,16 +366,15 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes]) -> None:
         above = folder.rpartition("/")[0]
         with disk.folder(above) as fd:
             status = os.fstat(fd)
-        disk.mkdir(folder, 0o755 | (status.st_mode & stat.S_ISGID), (status.st_uid, status.st_gid))
+        disk.mkdir(folder, 0o755 | (status.st_mode & stat.S_ISGID), _owner_below(status))
     for step in log.steps:
         found = disk.find(step.path)
         if found.identity != step.old:
             raise _swapped(disk, step.path, found.identity, step.old)
         if step.stage is not None:
             permissions, owner = _attributes(disk, step, found.status)
-            disk.create(step.stage, data[step.path], permissions, owner)
-            if found.status is not None:
-                disk.copy_attributes(step.path, step.stage)
+            like = step.path if found.status is not None else None
+            disk.create(step.stage, data[step.path], permissions, owner, like)
             _check_staged(disk, step.stage, step.new, permissions)
         if step.backup is not None and found.status is not None and found.data is not None:
             try:
@@ -332,8 +383,7 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes]) -> None:
                 if error.errno not in _CANNOT_LINK:
                     raise
                 owner = (found.status.st_uid, found.status.st_gid)
-                disk.create(step.backup, found.data, stat.S_IMODE(found.status.st_mode), owner)
-                disk.copy_attributes(step.path, step.backup)
+                disk.create(step.backup, found.data, stat.S_IMODE(found.status.st_mode), owner, step.path)
             backup = disk.find(step.backup).identity
             if backup != step.old:
                 raise _swapped(disk, step.path, backup, step.old)
@@ -341,13 +391,18 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes]) -> None:
         disk.sync_folder(folder)
 
 
-def _attributes(disk: Disk, step: Step, status: os.stat_result | None) -> tuple[int, tuple[int, int]]:
+def _owner_below(above: os.stat_result) -> tuple[int, int] | None:
+    """Owner of something new in a folder: the folder's, where we may give files away; None leaves it to the system."""
+    return (above.st_uid, above.st_gid) if os.geteuid() == 0 else None
+
+
+def _attributes(disk: Disk, step: Step, status: os.stat_result | None) -> tuple[int, tuple[int, int] | None]:
     """Permission bits and owner of the new file: those of the old one, else those that its folder suggests."""
     executable = step.new.mode == EXECUTABLE
     if status is None:
         with disk.parent(step.path) as (folder, _):
             above = os.fstat(folder)
-        return (0o755 if executable else 0o644), (above.st_uid, above.st_gid)
+        return (0o755 if executable else 0o644), _owner_below(above)
     permissions = stat.S_IMODE(status.st_mode)
     if step.old.mode != step.new.mode:
         # As chmod +x and -x: whoever may read it may run it.
@@ -411,22 +466,19 @@ def _finish(disk: Disk, log: Journal) -> tuple[tuple[str, ...], list[str]]:
     dropped, warnings = _drop_caches(disk, log)
     _remove_beside(disk, log)
     for folder in log.gone_folders:
-        if disk.kind(folder) == "folder":
-            try:
-                _remove_folder(disk, folder)
-            except OSError as error:
-                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
-                    raise
-                warnings.append(f"{disk.root / folder} was kept: somebody put a file into it")
+        if not _remove_folder(disk, folder):
+            warnings.append(f"{disk.root / folder} was kept: somebody put a file into it")
     _remove_journal(disk, log)
     return dropped, warnings
 
 
 def _drop_caches(disk: Disk, log: Journal) -> tuple[tuple[str, ...], list[str]]:
     dropped, warnings = [], []
-    prefixes = [Path(prefix) for prefix in log.prefixes]
-    for cache in bytecode.find(disk, [step.path for step in log.steps], prefixes):
+    mirrors = [Path(mirror) for mirror in log.mirrors]
+    for cache in bytecode.find(disk, [step.path for step in log.steps], mirrors):
         place = cache.folder / cache.path
+        if cache.kind == "closed":
+            continue
         try:
             if cache.folder == disk.root:
                 disk.unlink(cache.path)
@@ -434,40 +486,62 @@ def _drop_caches(disk: Disk, log: Journal) -> tuple[tuple[str, ...], list[str]]:
                 with type(disk)(cache.folder) as other:
                     other.unlink(cache.path)
             dropped.append(str(place))
-        except PermissionError as error:
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno not in {errno.EACCES, errno.EPERM, errno.EROFS}:
+                raise
+            if cache.kind == "unchecked":
+                # The old code would run on. The journal stays, so that recover tries again.
+                raise _bytecode_in_the_way(cache) from error
             warnings.append(f"{place} could not be removed: {error.strerror}")
     return tuple(dropped), warnings
 
 
-def _remove_folder(disk: Disk, folder: str) -> None:
-    """Remove a folder of ours; the bytecode of our modules goes with it."""
+def _bytecode_in_the_way(cache: bytecode.Cache) -> BundleError:
+    return BundleError(
+        Reason.BYTECODE,
+        str(cache.folder / cache.path),
+        expected="bytecode that can be removed: it is never checked against its source",
+        found="a folder that cannot be written to",
+        next_step="remove it as its owner, then run the command again",
+    )
+
+
+def _remove_folder(disk: Disk, folder: str) -> bool:
+    """Remove a folder of ours, the bytecode of our modules with it; False if something of others is in it."""
+    if disk.kind(folder) != "folder":
+        return True
     caches = f"{folder}/__pycache__"
-    for name in disk.listing(caches):
-        disk.unlink(f"{caches}/{name}")
-    if disk.kind(caches) == "folder":
-        disk.rmdir(caches)
-    disk.rmdir(folder)
+    try:
+        for name, kind in disk.listing(caches).items():
+            if _is_bytecode(name, kind):
+                with contextlib.suppress(FileNotFoundError):
+                    disk.unlink(f"{caches}/{name}")
+        if disk.kind(caches) == "folder":
+            disk.rmdir(caches)
+        disk.rmdir(folder)
+    except OSError as error:
+        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+            raise
+        return False
+    return True
 
 
-def _undone(disk: Disk, error: OSError | BundleError | KeyboardInterrupt) -> BundleError:
-    """Undo an interrupted run in this process; returns the refusal to raise."""
+def _undone(disk: Disk, error: OSError | BundleError | KeyboardInterrupt, tried: Iterable[Step]) -> BundleError:
+    """Undo in this process a run of which the steps ``tried`` may be made; returns the refusal to raise."""
     try:
         log = pending(disk)
         if disk.kind(journal.BESIDE) != "absent":
             disk.unlink(journal.BESIDE)
         if log is not None and log.phase == "finish":
-            return recovery_needed(disk.root)
+            return _unfinished(disk.root, f"the tree is changed, but {_words(error)}")
         if log is not None and log.phase == "commit":
-            _roll_back(disk, log, _done(disk, log))
+            _roll_back(disk, log, _done(disk, tried))
         elif log is not None:
             _clear(disk, log)
-    except (OSError, BundleError) as second:
-        return BundleError(
-            Reason.RECOVERY_NEEDED,
-            str(disk.root),
-            found=f"{_words(error)}; undoing it failed: {_words(second)}",
-            next_step=_recover_command(disk.root),
-        )
+    except (OSError, BundleError, KeyboardInterrupt) as second:
+        return _unfinished(disk.root, f"{_words(error)}; undoing it failed: {_words(second)}")
     if isinstance(error, BundleError):
         return error
     return BundleError(
@@ -479,18 +553,18 @@ def _undone(disk: Disk, error: OSError | BundleError | KeyboardInterrupt) -> Bun
     )
 
 
-def _done(disk: Disk, log: Journal) -> list[Step]:
-    """The steps that are made.
+def _done(disk: Disk, tried: Iterable[Step]) -> list[Step]:
+    """Those of the steps tried that are made.
 
     Raises:
         BundleError: SWAPPED, if somebody changed a file after it was made: its old bytes must not be thrown away.
     """
     steps = []
-    for step in log.steps:
+    for step in tried:
         found = disk.find(step.path).identity
         if found == step.new:
             steps.append(step)
-        elif found != step.old and step.stage is not None and disk.kind(step.stage) == "absent":
+        elif found != step.old:
             raise _swapped(disk, step.path, found, step.new)
     return steps
 
@@ -521,8 +595,8 @@ def _clear(disk: Disk, log: Journal) -> None:
     """The tree is old: remove what was staged, the folders made for it, and the journal."""
     _remove_beside(disk, log)
     for folder in reversed(log.new_folders):
-        if disk.kind(folder) == "folder":
-            _remove_folder(disk, folder)
+        # One that somebody put something into stays; status tells.
+        _remove_folder(disk, folder)
     _remove_journal(disk, log)
 
 
@@ -542,29 +616,30 @@ def _remove_journal(disk: Disk, log: Journal) -> None:
     disk.sync_folder("")
 
 
-def _check_known(disk: Disk, log: Journal, back: bool) -> None:
-    """Before recovery changes anything: every path is old or new, and what is needed lies beside it."""
+def _obstacle(disk: Disk, log: Journal, back: bool) -> BundleError | None:
+    """Why recovery cannot go this way: a path that is neither old nor new, or what is needed does not lie beside it."""
     for step in log.steps:
         found = disk.find(step.path).identity
         if found not in (step.old, step.new):
-            raise BundleError(
+            return BundleError(
                 Reason.SWAPPED,
                 str(disk.root / step.path),
                 expected=f"{step.old.brief()}, or {step.new.brief()}",
                 found=found.brief(),
-                next_step="put one of the two back, then run recover again",
+                next_step=f"put one of the two back, then {_recover_command(disk.root)}",
                 exit_code=Exit.RECOVERY_NEEDED,
             )
         needed, wanted = (step.backup, step.old) if back else (step.stage, step.new)
         if found != wanted and needed is not None and disk.find(needed).identity != wanted:
-            raise BundleError(
+            return BundleError(
                 Reason.SWAPPED,
                 str(disk.root / needed),
                 expected=wanted.brief(),
                 found=disk.find(needed).identity.brief(),
-                next_step="run recover with --back" if not back else "run recover without --back",
+                next_step=_recover_command(disk.root) + ("" if back else " --back"),
                 exit_code=Exit.RECOVERY_NEEDED,
             )
+    return None
 
 
 def _swapped(tree: Tree, path: str, found: Identity, expected: Identity) -> BundleError:
@@ -573,5 +648,5 @@ def _swapped(tree: Tree, path: str, found: Identity, expected: Identity) -> Bund
         str(tree.root / path),
         expected=expected.brief(),
         found=found.brief(),
-        next_step="find out what else writes to this tree, then run status",
+        next_step=f"find out what else writes to this tree, then run: tools/apply.py status --root {tree.root}",
     )

@@ -81,7 +81,7 @@ class Tree:
         """Look at ``path``: read and hash it through one descriptor if it is a plain file.
 
         Raises:
-            BundleError: STOPPED, if the file cannot be read.
+            BundleError: UNREADABLE, if the file cannot be read.
         """
         try:
             with self.parent(path) as (folder, name):
@@ -182,4 +182,4 @@ def kind_of(mode: int) -> str:
 
 
 def unreadable(path: Path, error: OSError) -> BundleError:
-    return BundleError(Reason.STOPPED, str(path), expected="a readable file", found=error.strerror or str(error))
+    return BundleError(Reason.UNREADABLE, str(path), expected="to read it", found=error.strerror or str(error))

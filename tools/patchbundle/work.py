@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,7 @@ from patchbundle import state as state_module
 from patchbundle.attest import Attestation
 from patchbundle.bases import Base
 from patchbundle.bytecode import Cache
+from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Reason
 from patchbundle.manifest import Bundle
 from patchbundle.plan import Plan
@@ -37,9 +39,15 @@ def look(bundle: Bundle, target: Target, tree: Tree) -> State:
     Raises:
         BundleError: RECOVERY_NEEDED, if an interrupted run left the tree in between.
     """
-    if transaction.interrupted(tree):
-        raise transaction.recovery_needed(target.root)
+    state = _look(bundle, target, tree)
+    # A whole transaction of somebody else may have run between the first file and the last.
+    return state if state.level is not None else _look(bundle, target, tree)
+
+
+def _look(bundle: Bundle, target: Target, tree: Tree) -> State:
+    transaction.refuse_interrupted(tree)
     states = [state_module.look(tree, bundle, base, target.record) for base in target.bases]
+    transaction.refuse_interrupted(tree)
     return max(states, key=lambda state: (state.level is not None, sum(file.holds for file in state.files)))
 
 
@@ -57,7 +65,7 @@ def status(bundle: Bundle, target: Target) -> Status:
     with Tree(target.root) as tree:
         state = look(bundle, target, tree)
         modules = [path for path in state.pins.paths if state.found[path].identity.is_file]
-        stale = [cache for cache in bytecode.find(tree, modules, target.prefixes) if _hides(state, cache)]
+        stale = [cache for cache in bytecode.find(tree, modules, target.mirrors) if _hides(state, cache)]
     changed = [found.status.st_ctime for found in state.found.values() if found.status is not None]
     older = processes.older_than(target.root, max(changed, default=0.0))
     return Status(state, gates(bundle), tuple(stale), tuple(older))
@@ -65,16 +73,16 @@ def status(bundle: Bundle, target: Target) -> Status:
 
 def _hides(state: State, cache: Cache) -> bool:
     """Bytecode that an interpreter may run in place of a source that changed after it was compiled."""
-    if cache.kind == "unchecked":
-        return True
     source = state.found[cache.module].status
-    place = cache.folder / cache.path
-    return (
-        source is not None
-        and cache.hides(int(source.st_mtime), source.st_size)
-        and place.stat().st_mtime < source.st_ctime
-        and source.st_ctime - source.st_mtime > 1
-    )
+    if source is None or not cache.hides(int(source.st_mtime), source.st_size):
+        return False
+    if cache.kind != "timestamp":
+        return True
+    try:
+        made = (cache.folder / cache.path).stat().st_mtime
+    except OSError:
+        return False
+    return made < source.st_ctime and source.st_ctime - source.st_mtime > 1
 
 
 def gates(bundle: Bundle) -> dict[str, str]:
@@ -83,14 +91,16 @@ def gates(bundle: Bundle) -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name in known}
 
 
-def make_plan(bundle: Bundle, target: Target, direction: str, to: str | None) -> tuple[State, Plan]:
-    """Plan ``apply`` (up) or ``revert`` (down); by default all the way.
+def make_plan(
+    bundle: Bundle, target: Target, direction: str, to: str | None, *, tree: Tree | None = None
+) -> tuple[State, Plan]:
+    """Plan ``apply`` (up) or ``revert`` (down); by default all the way. ``tree`` is the target's, if it is open.
 
     Raises:
         BundleError: if the tree is at no known level, or ``to`` lies the other way.
     """
-    with Tree(target.root) as tree:
-        state = look(bundle, target, tree)
+    with nullcontext(tree) if tree is not None else Tree(target.root) as opened:
+        state = look(bundle, target, opened)
     level = state.require_level(str(target.root))
     wanted = state.pins.level_of(to) if to is not None else len(state.pins.levels) if direction == "apply" else 0
     if (direction == "apply" and wanted < level) or (direction == "revert" and wanted > level):
@@ -115,10 +125,19 @@ def make_plan(bundle: Bundle, target: Target, direction: str, to: str | None) ->
     return state, made
 
 
-def execute(bundle: Bundle, target: Target, state: State, plan: Plan, progress: Progress = _silent) -> Outcome:
-    """Carry out a plan."""
+def execute(
+    bundle: Bundle,
+    target: Target,
+    state: State,
+    plan: Plan,
+    progress: Progress = _silent,
+    *,
+    disk: Disk | None = None,
+) -> Outcome:
+    """Carry out a plan. Whoever holds the tree's lock already, as it must to plan for sure, gives ``disk``."""
     levels = (state.pins.name_of(plan.from_level), state.pins.name_of(plan.to_level))
-    return transaction.run(target.root, plan, bundle.lock.digest, levels, prefixes=target.prefixes, progress=progress)
+    with nullcontext(disk) if disk is not None else transaction.locked(target.root) as held:
+        return transaction.run(held, plan, bundle.lock.digest, levels, mirrors=target.mirrors, progress=progress)
 
 
 def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tuple[State, Attestation | None]:
