@@ -23,13 +23,13 @@ import sys
 import tarfile
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import tomllib
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HARMONY_GIT = "https://github.com/openai/harmony"

@@ -34,7 +34,7 @@ _HEADS = {
     b"\x1f\x8b": "a gzip archive",
     b"!<arch>": "a static library",
 }
-_IPV4 = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w.])")
+_IPV4 = re.compile(r"(?<![\w.])(?<!==)(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w.])")
 _IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-fA-F]{1,4}:){3,7}[0-9a-fA-F]{1,4}(?![\w:])")
 _MAIL = re.compile(r"[\w.+-]+@(?:[\w-]+\.)+[a-z]{2,}\b")
 _URL = re.compile(r"\b(?:https?|ssh|git|ftp|s3|gs)://([^\s/@'\"]+@)?(\[[^\]]*\]|[A-Za-z0-9._-]+)")

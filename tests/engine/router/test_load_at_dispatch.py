@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rust import SOURCES, assert_all_pass, assert_caught
+
+from tests.engine.router.rust import SOURCES, assert_all_pass, assert_caught
 
 PD_ROUTER = "src/routers/http/pd_router.rs"
 Tree = Callable[[str], Path]
