@@ -18,6 +18,10 @@ else:  # pragma: no cover - the node's Python decides
     import tomli as tomllib
 
 ROLES = ("prefill", "decode", "router")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]*")
+_AREA = re.compile(r"[a-z]+")
+_WHEEL = re.compile(r"[A-Za-z0-9._]+-[A-Za-z0-9.+_!]+-[a-z]{2}[0-9]+-[A-Za-z0-9_.]+-[A-Za-z0-9_.]+\.whl")
+_SOURCE = re.compile(r"[A-Za-z0-9._-]+\.tar\.gz")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -93,56 +97,116 @@ def load(path: Path) -> dict[str, Base]:
     """Read and check the bases.
 
     Raises:
-        BundleError: MANIFEST, naming the table and the key.
+        BundleError: MANIFEST or NAME, naming the table and the key.
     """
-    table = read_toml(path)
-    check_keys(table, {"schema", "bases"}, str(path))
-    check_schema(table, str(path))
-    bases: dict[str, Base] = {}
-    for base_id, entry in table["bases"].items():
-        where = f"{path}: bases.{base_id}"
-        check_keys(
-            entry,
-            {"role", "distribution", "version", "marker", "install", "archives"},
-            where,
-            optional={"torch", "members", "origin"},
-        )
-        if entry["role"] not in ROLES:
-            raise refuse(where, f"role: one of {', '.join(ROLES)}", repr(entry["role"]))
-        for folder in entry["install"].values():
-            names.check(folder, where)
-        archives = []
-        for filename, digests in entry["archives"].items():
-            check_keys(digests, {"sha256"}, f"{where}.archives", optional={"record", "entries"})
-            if not all(_SHA256.fullmatch(digest) for digest in digests.values()):
-                raise refuse(f"{where}.archives.{filename}", "SHA-256 digests", repr(digests))
-            archives.append(Archive(filename, **digests))
-        bases[base_id] = Base(
-            id=base_id,
-            role=entry["role"],
-            distribution=entry["distribution"],
-            version=entry["version"],
-            marker=entry["marker"],
-            install=dict(entry["install"]),
-            archives=tuple(archives),
-            torch=entry.get("torch", ""),
-            members=entry.get("members", ""),
-        )
-    return bases
+    return parse(read_file(path), str(path))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
+def parse(raw: bytes, where: str) -> dict[str, Base]:
+    """Check the bases in the bytes of ``config/bases.toml``.
 
     Raises:
-        BundleError: MANIFEST, if it is missing or not TOML.
+        BundleError: MANIFEST or NAME, naming the table and the key.
+    """
+    table = parse_toml(raw, where)
+    check_keys(table, {"schema", "bases"}, where)
+    check_schema(table, where)
+    entries = _tables(table["bases"], f"{where}: bases")
+    return {base_id: _base(base_id, entry, f"{where}: bases.{base_id}") for base_id, entry in entries.items()}
+
+
+def _base(base_id: str, entry: object, where: str) -> Base:
+    strings = {"role", "distribution", "version", "marker"}
+    check_keys(entry, strings | {"install", "archives"}, where, optional={"torch", "members", "origin"})
+    assert isinstance(entry, dict)
+    for key in ("torch", "members", "origin"):
+        strings |= {key} & set(entry)
+    for key in sorted(strings):
+        if not isinstance(entry[key], str) or not entry[key] or not entry[key].isprintable():
+            raise refuse(where, f"{key}: a text", repr(entry[key]))
+    if not _ID.fullmatch(base_id):
+        raise refuse(where, "a name of letters, digits, '.', '-', '+' and '_'", repr(base_id))
+    if entry["role"] not in ROLES:
+        raise refuse(where, f"role: one of {', '.join(ROLES)}", repr(entry["role"]))
+    names.check(entry["marker"], where)
+    archives = [
+        _archive(filename, digests, f"{where}.archives.{filename}")
+        for filename, digests in _tables(entry["archives"], f"{where}.archives").items()
+    ]
+    if len({archive.is_wheel for archive in archives}) != 1:
+        raise refuse(f"{where}.archives", "wheels, or a source archive", "both")
+    # A wheel brings its own list of files, RECORD; for a source archive we keep one.
+    if archives[0].is_wheel == ("members" in entry):
+        raise refuse(where, "members for a source archive, and for nothing else", repr(entry.get("members", "none")))
+    if "members" in entry and "/" in names.check(entry["members"], where):
+        raise refuse(where, "members: a file of config/ itself", repr(entry["members"]))
+    base = Base(
+        id=base_id,
+        role=entry["role"],
+        distribution=entry["distribution"],
+        version=entry["version"],
+        marker=entry["marker"],
+        install=_install(entry["install"], f"{where}.install"),
+        archives=tuple(archives),
+        torch=entry.get("torch", ""),
+        members=entry.get("members", ""),
+    )
+    for folder in base.install.values():
+        if folder != base.home and not folder.startswith(f"{base.home}/"):
+            raise refuse(f"{where}.install", f"one folder for everything of ours, {base.home}", folder)
+    return base
+
+
+def _install(table: object, where: str) -> dict[str, str]:
+    install: dict[str, str] = {}
+    for area, folder in _tables(table, where).items():
+        if not _AREA.fullmatch(area) or not isinstance(folder, str):
+            raise refuse(where, "area = folder", f"{area} = {folder!r}")
+        install[area] = names.check(folder, where)
+    # The dot stands for any file: it is the folders above it that must not be one on some file system.
+    names.check_together((f"{folder}/." for folder in set(install.values())), where)
+    return install
+
+
+def _archive(filename: str, digests: object, where: str) -> Archive:
+    if not _WHEEL.fullmatch(filename) and not _SOURCE.fullmatch(filename):
+        raise refuse(where, "the file name of a wheel or of a .tar.gz", repr(filename))
+    keys = {"sha256", "record", "entries"} if filename.endswith(".whl") else {"sha256"}
+    check_keys(digests, keys, where)
+    assert isinstance(digests, dict)
+    if not all(isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in digests.values()):
+        raise refuse(where, "SHA-256 digests", repr(digests))
+    return Archive(filename, **digests)
+
+
+def _tables(table: object, where: str) -> dict[str, Any]:
+    if not isinstance(table, dict) or not table:
+        raise refuse(where, "a table with an entry at least", repr(table))
+    return table
+
+
+def read_file(path: Path) -> bytes:
+    """Read a file of the manifest.
+
+    Raises:
+        BundleError: MANIFEST, if it cannot be read.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BundleError(Reason.MANIFEST, str(path), expected="the file", found="nothing") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BundleError(Reason.MANIFEST, str(path), expected="TOML", found=str(error)) from None
+        return path.read_bytes()
+    except OSError as error:
+        raise BundleError(Reason.MANIFEST, str(path), expected="the file", found=error.strerror or str(error)) from None
+
+
+def parse_toml(raw: bytes, where: str) -> dict[str, Any]:
+    """Read the bytes of a TOML file.
+
+    Raises:
+        BundleError: MANIFEST, if they are not TOML.
+    """
+    try:
+        return tomllib.loads(raw.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise BundleError(Reason.MANIFEST, where, expected="TOML", found=str(error)) from None
 
 
 def check_keys(table: object, required: Set[str], where: str, *, optional: Set[str] = frozenset()) -> None:
@@ -156,7 +220,8 @@ def check_keys(table: object, required: Set[str], where: str, *, optional: Set[s
 
 
 def check_schema(table: Mapping[str, Any], where: str) -> None:
-    if table.get("schema") != 1:
+    # True and 1.0 are equal to 1.
+    if type(table.get("schema")) is not int or table["schema"] != 1:
         raise refuse(where, "schema = 1", f"schema = {table.get('schema')!r}")
 
 

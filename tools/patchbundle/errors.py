@@ -42,6 +42,7 @@ class Reason(Enum):
     NUMBER = "a line number is not plausible"
     NO_CONTEXT = "a hunk without context may only stand at the end or the beginning of a file"
     NEWLINE_MARKER = "the no-newline marker is misplaced or translated"
+    TIME_STAMP = "a time stamp stands after a name: some tools read it as a creation or a removal"
     SPECIAL_MODE = "only plain files with mode 100644 or 100755 are supported"
     DUPLICATE_FILE = "a file appears twice"
     # Names.

@@ -117,15 +117,28 @@ def load(raw: bytes, where: str) -> Lock:
             next_step=_REPAIR,
         )
     for base_id, pins in lock.bases.items():
-        for path in (*pins.paths, *pins.folders):
-            names.check(path, f"{where}: {base_id}")
-        names.check_collisions(pins.paths, f"{where}: {base_id}")
+        _check_pins(pins, f"{where}: {base_id}")
         for level in range(len(pins.levels)):
             if pins.at(level) == pins.at(level + 1):
                 raise BundleError(
                     Reason.LOCK, f"{where}: {base_id}: {pins.levels[level]}", found="a patch without effect"
                 )
     return lock
+
+
+def _check_pins(pins: Pins, where: str) -> None:
+    """What the canonical form alone does not show: types, ranges, and paths that cannot stand in one tree."""
+    for patch_id in pins.levels:
+        if not isinstance(patch_id, str) or pins.levels.count(patch_id) > 1:
+            raise BundleError(Reason.LOCK, where, expected="each level once, by its patch's id", found=repr(patch_id))
+    for path in (*pins.paths, *pins.folders):
+        names.check(path, where)
+    names.check_together(pins.paths, where)
+    for folder, level in pins.folders.items():
+        if type(level) is not int or not 0 < level <= len(pins.levels):
+            raise BundleError(Reason.LOCK, f"{where}: {folder}", expected="a level of the series", found=repr(level))
+        if folder in pins.paths:
+            raise BundleError(Reason.LOCK, f"{where}: {folder}", expected="a folder", found="a pinned file")
 
 
 def _canonical(table: Mapping[str, Any]) -> bytes:

@@ -11,13 +11,15 @@ from pathlib import Path
 from patchbundle import bases as bases_module
 from patchbundle import lock as lock_module
 from patchbundle import names, parse
-from patchbundle.bases import ROLES, Base, check_keys, check_schema, read_toml, refuse
+from patchbundle.bases import ROLES, Base, check_keys, check_schema, parse_toml, refuse
 from patchbundle.diff import FileDiff
 from patchbundle.errors import BundleError, Reason
 from patchbundle.header import Header
 from patchbundle.lock import Lock, Pins
 
 _ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
+_INSTALLED = re.compile(r"[^/]+\.dist-info/.*")
+_BASES = "config/bases.toml"
 _SERIES = "patches/series.toml"
 _LOCK = "patches/pins.lock"
 _PIN = "tools/apply.py pin"
@@ -77,9 +79,9 @@ def load(root: Path) -> Bundle:
     path = root / _LOCK
     try:
         raw = path.read_bytes()
-    except FileNotFoundError:
+    except OSError as error:
         raise BundleError(
-            Reason.LOCK, str(path), expected="the lock", found="nothing", next_step=f"run: {_PIN}"
+            Reason.LOCK, str(path), expected="the lock", found=error.strerror or str(error), next_step=f"run: {_PIN}"
         ) from None
     lock = lock_module.load(raw, str(path))
     _check_artifacts(unlocked, lock)
@@ -91,10 +93,13 @@ def load(root: Path) -> Bundle:
 def load_unlocked(root: Path) -> Bundle:
     """Read the bundle as people wrote it, for ``pin``; its lock is empty."""
     root = root.resolve()
-    bases = bases_module.load(root / "config" / "bases.toml")
-    artifacts = _read_artifacts(root, bases)
-    patches = _read_series(root, artifacts)
+    # Every file is read once: what is parsed is what is hashed.
+    raw = bases_module.read_file(root / _BASES)
+    bases = bases_module.parse(raw, _BASES)
+    artifacts = {_BASES: raw, **_read_artifacts(root, bases)}
+    patches = _read_series(artifacts)
     _check_orphans(patches, artifacts, bases)
+    _check_installs(patches, bases)
     return Bundle(root, bases, patches, artifacts, Lock({}, {}))
 
 
@@ -104,9 +109,11 @@ def digests(artifacts: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _read_artifacts(root: Path, bases: Mapping[str, Base]) -> dict[str, bytes]:
-    """Every file under patches/ and sources/ but the lock, and the base files of config/."""
-    paths = [root / "config" / "bases.toml"]
-    paths += [root / "config" / base.members for base in bases.values() if base.members]
+    """Every file under patches/ and sources/ but the lock, and the lists of members in config/."""
+    paths = [root / "config" / base.members for base in bases.values() if base.members]
+    for path in paths:
+        if not path.is_file():
+            raise refuse(_BASES, f"the file {path.relative_to(root).as_posix()}", "nothing")
     for top in ("patches", "sources"):
         paths += sorted((root / top).rglob("*"))
     artifacts: dict[str, bytes] = {}
@@ -114,20 +121,22 @@ def _read_artifacts(root: Path, bases: Mapping[str, Base]) -> dict[str, bytes]:
         relative = path.relative_to(root).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise BundleError(Reason.ORPHAN, relative, expected="a plain file", found="a link or a special file")
-        if path.is_file() and relative != _LOCK and "__pycache__" not in path.parts:
-            artifacts[relative] = path.read_bytes()
+        # The interpreter that tests our sources leaves its bytecode beside them.
+        if path.is_file() and relative != _LOCK and "__pycache__" not in relative.split("/"):
+            artifacts[relative] = bases_module.read_file(path)
     return artifacts
 
 
-def _read_series(root: Path, artifacts: Mapping[str, bytes]) -> tuple[Patch, ...]:
-    path = root / _SERIES
-    table = read_toml(path)
-    check_keys(table, {"schema"}, str(path), optional={"patch"})
-    check_schema(table, str(path))
+def _read_series(artifacts: Mapping[str, bytes]) -> tuple[Patch, ...]:
+    if _SERIES not in artifacts:
+        raise refuse(_SERIES, "the file", "nothing")
+    table = parse_toml(artifacts[_SERIES], _SERIES)
+    check_keys(table, {"schema"}, _SERIES, optional={"patch"})
+    check_schema(table, _SERIES)
     patches: list[Patch] = []
     entries = table.get("patch", [])
     if not isinstance(entries, list):
-        raise refuse(str(path), "[[patch]] tables", repr(entries))
+        raise refuse(_SERIES, "[[patch]] tables", repr(entries))
     for number, entry in enumerate(entries, 1):
         patches.append(_read_patch(entry, f"{_SERIES}: patch {number}", artifacts))
     _check_order(patches)
@@ -208,7 +217,7 @@ def _check_cycles(by_id: Mapping[str, Patch]) -> None:
 
 
 def _check_orphans(patches: Iterable[Patch], artifacts: Mapping[str, bytes], bases: Mapping[str, Base]) -> None:
-    named = {_SERIES, "config/bases.toml"}
+    named = {_SERIES, _BASES}
     named |= {f"config/{base.members}" for base in bases.values() if base.members}
     owner: dict[tuple[str, str], str] = {}
     for patch in patches:
@@ -225,12 +234,31 @@ def _check_orphans(patches: Iterable[Patch], artifacts: Mapping[str, bytes], bas
                 path = base.install_path(source)
                 if path is None:
                     raise refuse(f"{_SERIES}: {patch.id}", f"a source of {', '.join(base.install)}", source)
-                names.check(path, f"{_SERIES}: {patch.id}")
     for path in artifacts:
         if path not in named:
             raise BundleError(
                 Reason.ORPHAN, path, next_step=f"name it in {_SERIES}, or delete it", found="a file of no patch"
             )
+
+
+def _check_installs(patches: Iterable[Patch], bases: Mapping[str, Base]) -> None:
+    """Every source has a place of its own, and no patch reaches for what the tool itself keeps in the tree."""
+    for base in bases.values():
+        owner: dict[str, str] = {}
+        for patch in patches:
+            if patch.role != base.role:
+                continue
+            where = f"{_SERIES}: {patch.id}"
+            for source in patch.sources:
+                path = names.check(base.install_path(source) or "", where)
+                other = owner.setdefault(path, source)
+                if other != source:
+                    raise refuse(where, f"one source at {path} of {base.id}", f"{other} and {source}")
+            for path in (*owner, *(file.path for file in patch.files)):
+                if path == base.receipt:
+                    raise refuse(where, "no change of the receipt, which the tool writes", path)
+                if _INSTALLED.fullmatch(path):
+                    raise refuse(where, "no change of the distribution's metadata, which RECORD is part of", path)
 
 
 def _check_artifacts(bundle: Bundle, lock: Lock) -> None:

@@ -59,17 +59,23 @@ def fold(path: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
 
 
-def check_collisions(paths: Iterable[str], where: str) -> None:
-    """Refuse two different paths that some file system takes for one.
+def check_together(paths: Iterable[str], where: str) -> None:
+    """Refuse paths that cannot be files of one tree.
 
     Raises:
-        BundleError: COLLISION.
+        BundleError: COLLISION, if two paths, or two folders above them, are one on some file system;
+            PARENT, if one path is a folder above another.
     """
     seen: dict[str, str] = {}
-    for path in paths:
-        other = seen.setdefault(fold(path), path)
-        if other != path:
-            raise BundleError(Reason.COLLISION, where, found=f"{other!r} and {path!r}")
+    files = dict.fromkeys(paths)
+    for path in files:
+        for step in (*parents(path), path):
+            other = seen.setdefault(fold(step), step)
+            if other != step:
+                raise BundleError(Reason.COLLISION, where, found=f"{other!r} and {step!r}")
+        for parent in parents(path):
+            if parent in files:
+                raise BundleError(Reason.PARENT, f"{where}: {path}", found=f"{parent} is a file")
 
 
 def parents(path: str) -> list[str]:

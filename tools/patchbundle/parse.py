@@ -1,6 +1,6 @@
 """Read a unified diff, strictly. One parser serves the checker and the applier.
 
-unidiff parses the hunks; what it forgives is refused here. It silently drops the tail of a hunk whose
+unidiff parses the hunks, and them alone; what it forgives is refused here. It silently drops the tail of a hunk whose
 header counts too few lines, a translated no-newline marker and trailing junk, and it turns text that is
 no diff into an empty set, so every raw line must be accounted for by a header or by a hunk.
 The bytes are handed over as latin-1, which loses nothing and splits lines at LF only.
@@ -9,6 +9,7 @@ The bytes are handed over as latin-1, which loses nothing and splits lines at LF
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unidiff.errors import UnidiffParseError
@@ -96,7 +97,7 @@ class _Parser:
             if file.path in seen:
                 raise self.refuse(Reason.DUPLICATE_FILE, file.line_no, found=file.path)
             seen[file.path] = file
-        names.check_collisions(seen, self.where)
+        names.check_together(seen, self.where)
         return Diff(message, tuple(files))
 
     # The text before the first file.
@@ -110,6 +111,8 @@ class _Parser:
                 self.at = index
                 return tuple(self.lines[:index])
             self._refuse_foreign(line, index + 1)
+            if line.endswith("\r"):
+                raise self.refuse(Reason.LINE_ENDINGS, index + 1)
             if line.startswith(_DIFF_LIKE):
                 raise self.refuse(Reason.HEADER_IN_MESSAGE, index + 1)
         raise BundleError(Reason.EMPTY, self.where, expected="a line 'diff --git' or '---'")
@@ -141,27 +144,46 @@ class _Parser:
 
     def _unidiff_hunks(self) -> dict[int, UnidiffHunk]:
         """The hunks that unidiff finds, by the line number of their header."""
+        read = self.at
+
+        def feed() -> Iterator[str]:
+            # unidiff's errors do not tell the line; how far it came does.
+            nonlocal read
+            # Of headers it sees the two that it cannot do without: its reading of the rest (names that it
+            # guesses from a git line, mode lines) would only be a second opinion. A hunk's own lines never
+            # begin with a letter.
+            for line in self.lines[self.at :]:
+                read += 1
+                yield "#\n" if line[:1].isalpha() else line + "\n"
+
         try:
-            patch = PatchSet("\n".join(self.lines[self.at :]) + "\n")
+            patch = PatchSet(feed())
         except UnidiffParseError as error:
-            reason = Reason.HUNK_COUNT if "unk is" in str(error) else Reason.MALFORMED
-            raise self._unparsed(reason, str(error).strip()) from error
+            raise self._unparsed(str(error).strip(), read) from error
         found: dict[int, UnidiffHunk] = {}
         for file in patch:
             for hunk in file:
                 first = hunk[0].diff_line_no if hunk else None
-                if first is None:  # "@@ -1,0 +1,0 @@": unidiff keeps a hunk without a line
-                    raise BundleError(Reason.NO_CHANGE, self.where)
+                if first is None:  # "@@ -1,0 +1,0 @@" at the end: unidiff keeps a hunk without a line
+                    raise self.refuse(Reason.NO_CHANGE, self._header_before(read))
                 found[first - 1 + self.at] = hunk
         return found
 
-    def _unparsed(self, reason: Reason, text: str) -> BundleError:
-        """Find better words for what unidiff refused: it tells neither the line nor the usual cause."""
-        for index in range(self.at, len(self.lines)):
+    def _unparsed(self, text: str, read: int) -> BundleError:
+        """Find better words for what unidiff refused at line ``read``: it does not tell the usual cause."""
+        for index in range(self.at, read):
             self._refuse_foreign(self.lines[index], index + 1)
             if self.lines[index].startswith("@@ ") and self.lines[index].endswith("\r"):
                 return self.refuse(Reason.LINE_ENDINGS, index + 1)
-        return BundleError(reason, self.where, found=_show(text))
+        if text.startswith("Hunk"):
+            return self.refuse(Reason.HUNK_COUNT, self._header_before(read), expected=_show(text))
+        if text.startswith("Unexpected marker"):
+            return self.refuse(Reason.NEWLINE_MARKER, read, expected="a line of a hunk before it")
+        return self.refuse(Reason.HEADER_ORDER, read, expected="'---' and '+++' before a hunk")
+
+    def _header_before(self, line_no: int) -> int:
+        """The line number of the last hunk header up to a line."""
+        return next((number for number in range(line_no, self.at, -1) if self._starts(number - 1, "@@ ")), line_no)
 
     # One file.
 
@@ -347,14 +369,21 @@ class _Parser:
         return path, creates, deletes
 
     def _name(self, text: str, place: str) -> str | None:
-        """The path that a ``---`` or ``+++`` line names; None for /dev/null. A tab begins a time stamp."""
+        """The path that a ``---`` or ``+++`` line names; None for /dev/null.
+
+        git ends a name that holds a space with a tab. More after the tab is a time stamp, which other readers
+        take for a creation or a removal where it says 1970.
+        """
         if text.startswith('"'):
             name, rest = _unquote(text, place)
-            if rest and not rest.startswith("\t"):
-                raise BundleError(Reason.NAME, place, found=_show(text))
         else:
-            name = _utf8(text.split("\t", 1)[0].encode("latin-1"), text, place)
-        return None if name == "/dev/null" else self._strip(name, place)
+            name, tab, rest = text.partition("\t")
+            if not rest and name == "/dev/null":
+                return None
+            name, rest = _utf8(name.encode("latin-1"), text, place), tab + rest
+        if rest not in {"", "\t"}:
+            raise BundleError(Reason.TIME_STAMP if rest[0] == "\t" else Reason.NAME, place, found=_show(text))
+        return self._strip(name, place)
 
     def _strip(self, name: str, place: str) -> str:
         parts = name.split("/")

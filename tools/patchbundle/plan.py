@@ -63,7 +63,9 @@ def levels(bundle: Bundle, base: Base, tree: Mapping[str, File | None]) -> list[
     chain = [dict(tree)]
     for patch in bundle.series(base.role):
         chain.append(_forward(bundle, base, patch, chain[-1]))
-        names.check_collisions(chain[-1], f"patches/{patch.file}")
+    # All levels at once: a path that is a file at one level and a folder at another would need the tree to pass
+    # through every level between, and a plan goes there in one step.
+    names.check_together(sorted(touched_paths(bundle, base) | {base.receipt}), f"the series of {base.id}")
     return chain
 
 
@@ -102,7 +104,8 @@ def plan(
     receipt = receipt_bytes(bundle, base, to_level)
     operations.append(_operation(base.receipt, _file(receipt_data), _file(receipt)))
     if record_path is not None and record_data is not None:
-        edited = _edit_record(record_data, old, new, base.receipt, receipt, record_path)
+        released = {path for path, identity in pins.at(0).items() if identity.is_file}
+        edited = _edit_record(record_data, old, new, base.receipt, receipt, record_path, released)
         operations.append(Operation(record_path, Identity.of(record_data), Identity.of(edited), edited))
     made = sorted(folder for folder, level in pins.folders.items() if from_level < level <= to_level)
     gone = sorted((f for f, level in pins.folders.items() if to_level < level <= from_level), reverse=True)
@@ -141,13 +144,19 @@ def _operation(path: str, old: File | None, new: File | None) -> Operation:
 
 
 def _edit_record(
-    raw: bytes, old: dict[str, Identity], new: dict[str, Identity], receipt: str, data: bytes | None, where: str
+    raw: bytes,
+    old: dict[str, Identity],
+    new: dict[str, Identity],
+    receipt: str,
+    data: bytes | None,
+    where: str,
+    released: set[str],
 ) -> bytes:
     """The RECORD after the plan. The receipt's line is replaced whatever it says, as the receipt itself is."""
     # First in line, so that one step of two levels appends the same lines as two steps of one.
     old = {receipt: record.found(raw, receipt), **old}
     new = {receipt: ABSENT if data is None else Identity.of(data), **new}
-    return record.edit(raw, old, new, where)
+    return record.edit(raw, old, new, where, released)
 
 
 def _installs(bundle: Bundle, base: Base, patch: Patch) -> dict[str, bytes]:

@@ -1,8 +1,9 @@
 """RECORD, the list of a distribution's files that installers keep: a pure, invertible edit of its lines.
 
-Touched files' lines are replaced in place, added files' lines are appended, every other byte stays. So the
-edit back gives the bytes of before without a copy of them being kept. Line ends are kept line by line, since
-installers differ.
+Touched files' lines are replaced in place, added files' lines are appended, every other byte stays. A file of the
+release that a patch removes keeps its line's place, without hash and size: RECORD allows that, and installers do
+not miss such a file. So the edit back gives the bytes of before without a copy of them being kept. Line ends are
+kept line by line, since installers differ.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import base64
 import csv
 import hashlib
 import io
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping, Set
 
 from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import ABSENT, PLAIN, Identity
 
+_HASHED = re.compile(r"sha256=([A-Za-z0-9_-]{43}),(0|[1-9][0-9]{0,17})")
 # What installers add to a RECORD beside the wheel's own entries.
 _INSTALLERS = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
 
@@ -23,30 +26,52 @@ _INSTALLERS = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.
 def line(path: str, identity: Identity) -> bytes:
     """The RECORD line of a file, without its line end."""
     digest = base64.urlsafe_b64encode(bytes.fromhex(identity.sha256)).rstrip(b"=").decode("ascii")
+    return _row(path, f"sha256={digest}", str(identity.size))
+
+
+def place_holder(path: str) -> bytes:
+    """The line of a file of the release that is not there now, without its line end."""
+    return _row(path, "", "")
+
+
+def _row(*fields: str) -> bytes:
     out = io.StringIO()
-    csv.writer(out, lineterminator="").writerow([path, f"sha256={digest}", identity.size])
+    csv.writer(out, lineterminator="").writerow(fields)
     return out.getvalue().encode("utf-8")
 
 
-def edit(raw: bytes, old: Mapping[str, Identity], new: Mapping[str, Identity], where: str) -> bytes:
+def edit(
+    raw: bytes,
+    old: Mapping[str, Identity],
+    new: Mapping[str, Identity],
+    where: str,
+    released: Set[str] | None = None,
+) -> bytes:
     """Turn the lines of the paths in ``old`` into those of ``new``; both hold the same paths.
 
-    Paths that are added are appended in the order of ``new``.
+    Paths that are added are appended in the order of ``new``. ``released`` are the paths that the release itself
+    lists; it may be left out where no such path becomes absent.
 
     Raises:
         BundleError: RECORD, if a line of one of the paths is not as ``old`` says.
     """
-    check(raw, old, where)
+    check(raw, old, where, released)
     text, ends = _split(raw)
     changed = {path for path in old if old[path] != new[path]}
     kept: list[tuple[bytes, bytes]] = []
+    replaced: set[str] = set()
     for content, end in zip(text, ends, strict=True):
         path = _path(content)
-        if path in changed and new[path].is_file:
-            content = line(path, new[path])
-        if path not in changed or new[path].is_file:
-            kept.append((content, end))
-    added = [path for path in new if path in changed and not old[path].is_file]
+        if path in changed:
+            if new[path].is_file:
+                content = line(path, new[path])
+            elif path in (released or ()):
+                content = place_holder(path)
+            else:
+                continue
+            replaced.add(path)
+        kept.append((content, end))
+    added = [path for path in new if path in changed and new[path].is_file and path not in replaced]
     usual = ends[0] if ends and ends[0] else b"\n"
     final = ends[-1] if ends else b"\n"
     kept += [(line(path, new[path]), usual) for path in added]
@@ -57,8 +82,10 @@ def edit(raw: bytes, old: Mapping[str, Identity], new: Mapping[str, Identity], w
     return b"".join(out)
 
 
-def check(raw: bytes, pins: Mapping[str, Identity], where: str) -> None:
+def check(raw: bytes, pins: Mapping[str, Identity], where: str, released: Set[str] | None = None) -> None:
     """Refuse a RECORD whose line of a pinned path is missing, doubled, or not as pinned.
+
+    An absent path has no line, or the place holder if it is in ``released``; without ``released`` either will do.
 
     Raises:
         BundleError: RECORD, naming the path.
@@ -70,7 +97,11 @@ def check(raw: bytes, pins: Mapping[str, Identity], where: str) -> None:
             found.setdefault(path, []).append(content)
     for path, identity in pins.items():
         lines = found.get(path, [])
-        expected = [line(path, identity)] if identity.is_file else []
+        if identity.is_file:
+            expected = [line(path, identity)]
+        else:
+            held = lines[:1] == [place_holder(path)] if released is None else path in released
+            expected = [place_holder(path)] if held else []
         if lines != expected:
             raise BundleError(
                 Reason.RECORD,
@@ -82,13 +113,27 @@ def check(raw: bytes, pins: Mapping[str, Identity], where: str) -> None:
 
 
 def entries(raw: bytes) -> dict[str, tuple[str, int]]:
-    """The wheel's own entries: path -> (hex SHA-256, size). What an installer added is left out."""
+    """The wheel's own entries: path -> (hex SHA-256, size). What an installer added is left out.
+
+    Raises:
+        BundleError: RECORD, if it is not a list of such lines.
+    """
     result: dict[str, tuple[str, int]] = {}
-    for row in csv.reader(io.StringIO(raw.decode("utf-8"))):
+    try:
+        rows = list(csv.reader(io.StringIO(raw.decode("utf-8"), newline="")))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BundleError(Reason.RECORD, "RECORD", expected="comma-separated lines", found=str(error)) from None
+    for row in rows:
         if len(row) != 3 or not row[1].startswith("sha256=") or _is_installers(row[0]):
             continue
-        digest = row[1].removeprefix("sha256=")
-        result[row[0]] = (base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex(), int(row[2]))
+        match = _HASHED.fullmatch(f"{row[1]},{row[2]}")
+        if match is None:
+            raise BundleError(Reason.RECORD, f"RECORD: {row[0]}", expected="path,sha256=…,size", found=repr(row))
+        # 43 letters hold 258 bits, so that four of them spell one digest. What was written stays what is compared.
+        digest = base64.urlsafe_b64decode(match[1] + "=")
+        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode("ascii") != match[1]:
+            raise BundleError(Reason.RECORD, f"RECORD: {row[0]}", expected="a SHA-256 digest", found=row[1])
+        result[row[0]] = (digest.hex(), int(match[2]))
     return result
 
 
@@ -117,8 +162,10 @@ def _split(raw: bytes) -> tuple[list[bytes], list[bytes]]:
 
 def _path(content: bytes) -> str:
     if content.startswith(b'"'):
-        rows: Iterable[list[str]] = csv.reader([content.decode("utf-8", "replace")])
-        return next(iter(rows), [""])[0]
+        try:
+            return next(csv.reader([content.decode("utf-8", "replace")]), [""])[0]
+        except csv.Error:  # a NUL, or a field of megabytes: a line of nobody's
+            return ""
     return content.split(b",", 1)[0].decode("utf-8", "replace")
 
 

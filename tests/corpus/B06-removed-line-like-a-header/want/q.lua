@@ -1,0 +1,13 @@
+one
+two
+three
+4
+5
+6
+7
+8
+a
+b
+++ plus
+c
+d
