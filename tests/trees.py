@@ -27,6 +27,7 @@ from patchbundle.manifest import Bundle
 from patchbundle.state import State
 from patchbundle.target import Target
 from patchbundle.transaction import Outcome
+from patchbundle.tree import Tree
 from tests.toy import Toy, cache_at
 
 _T = TypeVar("_T")
@@ -151,7 +152,9 @@ def level(toy: Toy) -> int | None:
 
 
 def look(toy: Toy) -> State:
-    return work.status(*load(toy)).state
+    bundle, target = load(toy)
+    with Tree(target.root) as tree:
+        return work.look(bundle, target, tree)
 
 
 def forked(function: Callable[[], _T], *, unprivileged: bool = False) -> _T:
@@ -204,8 +207,9 @@ def unprivileged(function: Callable[[], Result]) -> Result:
 
 @contextmanager
 def open_place() -> Iterator[Path]:
-    """A folder that everybody may reach: pytest's own are closed to other users."""
-    place = Path(tempfile.mkdtemp(prefix="patchbundle-test-"))
+    """A folder that everybody may reach (pytest's own are closed to other users), in memory where that is to be had."""
+    memory = Path("/dev/shm")
+    place = Path(tempfile.mkdtemp(prefix="patchbundle-test-", dir=memory if os.access(memory, os.W_OK) else None))
     place.chmod(0o755)
     try:
         yield place

@@ -143,7 +143,8 @@ def _record_fault(found: Mapping[str, Found], record_path: str | None, pins: Pin
             next_step="reinstall the distribution, or restore its RECORD",
         )
     try:
-        record.check(data, pins.at(level), record_path)
+        released = {path for path, chain in pins.paths.items() if chain[0].is_file}
+        record.check(data, pins.at(level), record_path, released)
     except BundleError as fault:
         return fault
     return None

@@ -143,15 +143,15 @@ def recover(root: Path, *, back: bool = False, disk_type: type[Disk] = Disk) -> 
         BundleError: BUSY; else with exit code 4: PAST_RETURN, if ``back`` is no longer possible; SWAPPED, if a
             file is neither old nor new; RECOVERY_NEEDED, if the file system fails.
     """
-    with locked(root, disk_type) as disk:
-        try:
+    try:
+        with locked(root, disk_type) as disk:
             return _recover(disk, back)
-        except (OSError, KeyboardInterrupt) as error:
-            raise _unfinished(root, _words(error)) from error
-        except BundleError as error:
-            if error.exit_code == Exit.RECOVERY_NEEDED:
-                raise
-            raise _unfinished(root, _words(error)) from error
+    except (OSError, KeyboardInterrupt) as error:
+        raise _unfinished(root, _words(error)) from error
+    except BundleError as error:
+        if error.exit_code in (Exit.RECOVERY_NEEDED, Exit.BUSY):
+            raise
+        raise _unfinished(root, _words(error)) from error
 
 
 def _recover(disk: Disk, back: bool) -> tuple[str, Journal | None]:

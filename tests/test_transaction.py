@@ -1,0 +1,479 @@
+"""A transaction is all or nothing: killed, or failed, at every call on the file system, and again while recovering.
+
+``small`` is a transaction with every kind of step: a file changed, one made in new folders, one removed, a
+source, a receipt and RECORD changed, stale bytecode dropped. Old and new are compared path by path: bytes, exact
+modes, owners, folders. Bytecode is left out of that: a cache that is missing changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from patchbundle import journal, manifest, transaction, work
+from patchbundle import target as target_module
+from patchbundle.disk import Disk
+from patchbundle.errors import BundleError, Exit, Reason
+from patchbundle.identity import File
+from patchbundle.manifest import Bundle
+from patchbundle.tree import Tree
+from tests import toy as toys
+from tests import trees
+from tests.toy import Toy
+from tests.trees import Killed, Snapshot, forked, hooked
+
+ENGINE = "sglang/srt/engine.py"
+NOTES = "sglang/srt/layers/deep/er/notes.txt"
+DIRECTIONS = ("apply", "revert")
+_T = TypeVar("_T")
+
+
+@dataclass
+class Scene:
+    """A toy, loaded once, with a copy of its tree before and after, and a place to work in."""
+
+    toy: Toy
+    bundle: Bundle
+    images: dict[str, Path]
+    states: dict[str, Snapshot]
+    tree: Path
+
+    def start(self, direction: str) -> None:
+        """Put the tree at the old state of a direction."""
+        self.copy(self.images[direction])
+
+    def copy(self, image: Path) -> None:
+        shutil.rmtree(self.tree, ignore_errors=True)
+        shutil.copytree(image, self.tree, symlinks=True)
+
+    def change(self, direction: str, kind: type[Disk] = Disk) -> transaction.Outcome:
+        target = target_module.discover(self.bundle, root=self.tree)
+        with transaction.locked(self.tree, kind) as disk:
+            state, plan = work.make_plan(self.bundle, target, direction, None, tree=disk)
+            return work.execute(self.bundle, target, state, plan, disk=disk)
+
+    def recover(self, back: bool, kind: type[Disk] = Disk) -> str:
+        return transaction.recover(self.tree, back=back, disk_type=kind)[0]
+
+    def seen(self) -> Snapshot:
+        return without_bytecode(trees.snapshot(self.tree, times=False))
+
+    def where(self, direction: str) -> str:
+        """Old or new, by the bytes; and ``status`` must agree, and nothing of ours may lie about."""
+        seen = self.seen()
+        assert not [name for name in seen if ".patchbundle" in name]
+        with Tree(self.tree) as tree:
+            level = work.look(self.bundle, target_module.discover(self.bundle, root=self.tree), tree).level
+        old, new = (0, 1) if direction == "apply" else (1, 0)
+        if seen == self.states[direction]:
+            assert level == old
+            return "old"
+        assert seen == self.states[DIRECTIONS[1 - DIRECTIONS.index(direction)]]
+        assert level == new
+        return "new"
+
+
+def without_bytecode(snapshot: Snapshot) -> Snapshot:
+    return {name: item for name, item in snapshot.items() if "__pycache__" not in name}
+
+
+def small_entry() -> toys.Entry:
+    return toys.Entry(
+        "only-one",
+        toys.diff(ENGINE, File(toys.ENGINE), File(toys.ENGINE_ALPHA))
+        + toys.diff(NOTES, None, File(toys.NOTES))
+        + toys.diff("sglang/srt/old.py", File(toys.OLD), None),
+        ("shared/__init__.py",),
+    )
+
+
+def make_scene(folder: Path, entry: toys.Entry, sources: dict[str, bytes], with_record: bool) -> Scene:
+    toy = toys.make(folder, entries=[entry], sources=sources, with_record=with_record)
+    caches = toy.tree / "sglang/srt/__pycache__"
+    caches.mkdir()
+    (caches / "engine.cpython-311.pyc").write_bytes(b"\0" * 16)
+    (toy.tree / ENGINE).chmod(0o640)
+    images = {"apply": folder / "old", "revert": folder / "new"}
+    scene = Scene(toy, manifest.load(toy.bundle), images, {}, toy.tree)
+    for direction in DIRECTIONS:
+        scene.states[direction] = scene.seen()
+        shutil.copytree(toy.tree, images[direction], symlinks=True)
+        if direction == "apply":
+            scene.change("apply")
+            # What an interpreter would have left by the time of the revert.
+            for place in (
+                caches / "engine.cpython-311.pyc",
+                toy.tree / toys.HOME / "__pycache__/__init__.cpython-311.pyc",
+            ):
+                place.parent.mkdir(exist_ok=True)
+                place.write_bytes(b"\0" * 16)
+    return scene
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Scene]:
+    sources = {"shared/__init__.py": toys.SOURCES["shared/__init__.py"]}
+    with trees.open_place() as place:
+        yield make_scene(place, small_entry(), sources, True)
+
+
+def calls(scene: Scene, direction: str, kind_of_run: str = "change", back: bool = False) -> list[tuple[str, str]]:
+    """The calls that an undisturbed run makes, by name and path."""
+    made: list[tuple[str, str]] = []
+    kind = hooked(lambda _, name, path: made.append((name, path)))
+    if kind_of_run == "change":
+        scene.start(direction)
+        scene.change(direction, kind)
+    else:
+        scene.recover(back, kind)
+    return made
+
+
+def dying_at(number: int) -> type[Disk]:
+    """A disk whose process is killed at that call; a write is cut in its middle."""
+    count = 0
+
+    class Dying(Disk):
+        def call(self, name: str, path: str, action: Callable[[], _T]) -> _T:
+            nonlocal count
+            count += 1
+            if count == number:
+                if isinstance(action, partial) and action.func is os.write:
+                    fd, data = action.args
+                    os.write(fd, data[: len(data) // 2])
+                trees.kill_self()
+            return super().call(name, path, action)
+
+    return Dying
+
+
+def failing_at(number: int, code: int, *, on: bool = False) -> type[Disk]:
+    """A disk that fails that call, and with ``on`` every later one too."""
+    count = 0
+
+    def before(_: Disk, name: str, path: str) -> None:
+        nonlocal count
+        count += 1
+        if count == number or (on and count > number):
+            raise OSError(code, os.strerror(code), path)
+
+    return hooked(before)
+
+
+def die(scene: Scene, direction: str, number: int) -> None:
+    scene.start(direction)
+    with pytest.raises(Killed):
+        forked(lambda: scene.change(direction, dying_at(number)).changed)
+
+
+def test_the_small_transaction_has_every_kind_of_call(small: Scene) -> None:
+    names = {name for direction in DIRECTIONS for name, _ in calls(small, direction)}
+    assert names >= {"flock", "open", "write", "chmod", "fsync", "rename", "link", "mkdir", "unlink", "rmdir"}
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["on", "back"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_killed_at_any_call_it_is_old_or_new_after_recovery(small: Scene, direction: str, back: bool) -> None:
+    total = len(calls(small, direction))
+    assert total > 60
+    ends = []
+    for number in range(1, total + 1):
+        die(small, direction, number)
+        try:
+            state = small.recover(back)
+        except BundleError as error:
+            assert error.reason is Reason.PAST_RETURN
+            assert back
+            state = small.recover(False)
+        found = small.where(direction)
+        assert state in (found, "clean"), number
+        ends.append(found)
+    # All old until some call, all new after it: there is one point of no return.
+    assert ends == sorted(ends, key=["old", "new"].index)
+    assert {"old", "new"} == set(ends)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_killed_at_any_call_every_verb_says_so_and_writes_nothing(small: Scene, direction: str) -> None:
+    for number in range(1, len(calls(small, direction)) + 1, 7):
+        die(small, direction, number)
+        before = trees.snapshot(small.tree)
+        pending = any(name in before for name in (journal.NAME, journal.BESIDE))
+        for verb in ("status", "plan"):
+            result = trees.run(small.toy, verb, "--root", small.tree)
+            assert (result.code == Exit.RECOVERY_NEEDED) == pending
+        if pending:
+            assert trees.run(small.toy, direction, "--root", small.tree).code == Exit.RECOVERY_NEEDED
+        assert trees.snapshot(small.tree) == before
+
+
+def middles(scene: Scene, direction: str) -> Iterator[int]:
+    """Calls at which to kill, so that recovery has each kind of work: prepare, commit with all, some, no step made,
+    and finish."""
+    made = calls(scene, direction)
+    journals = [at for at, (name, path) in enumerate(made, 1) if name == "rename" and path == journal.NAME]
+    steps = [at for at, (name, path) in enumerate(made, 1) if at > journals[1] and name in ("rename", "unlink")]
+    yield journals[1] - 1
+    yield journals[1] + 1
+    yield steps[len(steps) // 3]
+    yield journals[2] - 1
+    yield journals[2] + 2
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["on", "back"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_recovery_killed_at_any_call_is_recovered_in_turn(
+    small: Scene, direction: str, back: bool, tmp_path: Path
+) -> None:
+    for middle, at in enumerate(list(middles(small, direction))):
+        die(small, direction, at)
+        image = tmp_path / str(middle)
+        shutil.copytree(small.tree, image, symlinks=True)
+        try:
+            total = len(calls(small, direction, "recover", back))
+        except BundleError as error:
+            assert error.reason is Reason.PAST_RETURN
+            continue
+        for number in range(1, total + 1):
+            small.copy(image)
+            with pytest.raises(Killed):
+                forked(lambda number=number: small.recover(back, dying_at(number)))  # type: ignore[misc]
+            # A plain recover always ends it, whichever way the killed one went.
+            state = small.recover(False)
+            assert state in (small.where(direction), "clean")
+
+
+def test_recovery_from_every_state_that_kills_can_ever_reach(tmp_path: Path) -> None:
+    """The closure: every state reachable by any number of kills, of the run and of recoveries in either direction."""
+    entry = toys.Entry(
+        "only-one",
+        toys.diff(ENGINE, File(toys.ENGINE), File(toys.ENGINE_ALPHA))
+        + toys.diff(NOTES, None, File(toys.NOTES))
+        + toys.diff("sglang/srt/old.py", File(toys.OLD), None),
+    )
+    scene = make_scene(tmp_path, entry, {}, False)
+    seen: dict[Image, str] = {}
+    todo: list[tuple[str, Image]] = []
+
+    def note(direction: str) -> None:
+        image = freeze(scene.tree)
+        if image not in seen:
+            seen[image] = direction
+            todo.append((direction, image))
+
+    changing = {"open", "write", "rename", "link", "mkdir", "unlink", "rmdir"}
+    for direction in DIRECTIONS:
+
+        def after(_: Disk, name: str, __: str, way: str = direction) -> None:
+            if name in changing:
+                note(way)
+
+        kind = hooked(after=after)
+        scene.start(direction)
+        scene.change(direction, kind)
+        while todo:
+            _, image = todo.pop()
+            for back in (False, True):
+                thaw(image, scene.tree)
+                try:
+                    scene.recover(back, kind)
+                except BundleError as error:
+                    # Only ever because that way is closed, and then the other one is open.
+                    assert back, str(error)
+                    assert error.exit_code == Exit.RECOVERY_NEEDED
+                    scene.recover(False)
+                scene.where(direction)
+        seen = {image: way for image, way in seen.items() if way != direction}
+
+
+Image = frozenset[tuple[str, int, bytes]]
+
+
+def freeze(root: Path) -> Image:
+    items = []
+    for path in root.rglob("*"):
+        mode = path.lstat().st_mode
+        items.append((path.relative_to(root).as_posix(), mode, path.read_bytes() if stat.S_ISREG(mode) else b""))
+    return frozenset(items)
+
+
+def thaw(image: Image, root: Path) -> None:
+    trees.fresh(root)
+    for name, mode, data in sorted(image):
+        path = root / name
+        if stat.S_ISDIR(mode):
+            path.mkdir()
+        else:
+            path.write_bytes(data)
+        path.chmod(stat.S_IMODE(mode))
+
+
+ERRORS = (errno.ENOSPC, errno.EACCES, errno.EIO, errno.EPERM, errno.EROFS, errno.EDQUOT)
+
+
+def settle(scene: Scene, direction: str, error: BundleError, number: int) -> str:
+    """After a refusal: undone, or exit code 4 and then recovered."""
+    if error.exit_code == Exit.RECOVERY_NEEDED:
+        assert f"recover --root {scene.tree}" in error.next_step
+        scene.recover(False)
+    else:
+        assert error.exit_code in (Exit.FAILED, Exit.REFUSED), number
+        assert "everything was undone" in str(error) or error.reason != Reason.STOPPED
+        assert scene.where(direction) == "old", number
+    return scene.where(direction)
+
+
+@pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_each_call_failing_once_is_undone_or_recovered(small: Scene, direction: str, code: int) -> None:
+    made = calls(small, direction)
+    for number, (name, path) in enumerate(made, 1):
+        small.start(direction)
+        try:
+            outcome = small.change(direction, failing_at(number, code))
+        except OSError:
+            assert name == "flock"
+            assert small.where(direction) == "old"
+        except BundleError as error:
+            settle(small, direction, error, number)
+        else:
+            # A file system without hard links is copied on; a cache that stays is said; what had already vanished had.
+            assert name == "link" or outcome.warnings or (name == "unlink" and "journal" in path), (number, name, path)
+            assert small.where(direction) == "new"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_each_call_and_all_after_it_failing_is_recovered_once_the_cause_is_gone(
+    small: Scene, direction: str, code: int
+) -> None:
+    for number in range(2, len(calls(small, direction)) + 1):
+        small.start(direction)
+        with pytest.raises(BundleError) as caught:
+            small.change(direction, failing_at(number, code, on=True))
+        settle(small, direction, caught.value, number)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["on", "back"])
+def test_recovery_with_each_call_failing_is_recovered_in_turn(small: Scene, back: bool, tmp_path: Path) -> None:
+    for at in list(middles(small, "apply"))[:4]:
+        die(small, "apply", at)
+        image = trees.fresh(tmp_path / "image") / "tree"
+        shutil.copytree(small.tree, image, symlinks=True)
+        total = len(calls(small, "apply", "recover", back))
+        for number in range(1, total + 1):
+            small.copy(image)
+            try:
+                small.recover(back, failing_at(number, errno.EIO))
+            except BundleError as error:
+                assert error.exit_code == Exit.RECOVERY_NEEDED
+                small.recover(False)
+            except OSError:
+                pytest.fail("recover must refuse with exit code 4")
+            small.where("apply")
+
+
+def test_interrupted_by_the_user_at_any_call_it_is_undone_or_recovered(small: Scene) -> None:
+    for number in range(2, len(calls(small, "apply")) + 1, 3):
+        small.start("apply")
+        count = 0
+
+        def before(_: Disk, __: str, ___: str, number: int = number) -> None:
+            nonlocal count
+            count += 1
+            if count == number:
+                raise KeyboardInterrupt
+
+        with pytest.raises(BundleError) as caught:
+            small.change("apply", hooked(before))
+        assert "interrupted by the user" in str(caught.value)
+        settle(small, "apply", caught.value, number)
+
+
+def test_recover_says_what_it_did_and_then_that_nothing_is_left(small: Scene) -> None:
+    journals = [at for at, call in enumerate(calls(small, "apply"), 1) if call == ("rename", journal.NAME)]
+    die(small, "apply", journals[1] + 1)
+    root = ("--root", str(small.tree))
+    dry = trees.run(small.toy, "recover", *root, "--dry-run")
+    assert (dry.code, dry.out) == (0, "interrupted in phase commit\n")
+    done = trees.run(small.toy, "recover", *root)
+    assert (done.code, done.out) == (0, "recovered: the tree is new, at only-one of sglang-0.5.19\n")
+    again = trees.run(small.toy, "recover", *root)
+    assert (again.code, again.out) == (Exit.NOTHING_TO_DO, "nothing to do\n")
+
+
+def test_recover_finds_the_tree_inside_the_environment_that_it_is_given(small: Scene, tmp_path: Path) -> None:
+    journals = [at for at, call in enumerate(calls(small, "apply"), 1) if call == ("rename", journal.NAME)]
+    die(small, "apply", journals[1] + 1)
+    place = tmp_path / "venv/lib/python3.11/site-packages"
+    shutil.copytree(small.tree, place)
+    assert trees.run(small.toy, "recover", "--root", tmp_path / "venv").code == 0
+    small.copy(place)
+    assert small.where("apply") == "new"
+
+
+def test_back_is_refused_after_the_point_of_no_return(small: Scene) -> None:
+    journals = [at for at, call in enumerate(calls(small, "apply"), 1) if call == ("rename", journal.NAME)]
+    die(small, "apply", journals[2] + 2)
+    result = trees.run(small.toy, "recover", "--root", small.tree, "--back", "--json")
+    assert (result.code, result.reason) == (Exit.RECOVERY_NEEDED, "past-return")
+    assert small.recover(False) == "new"
+    assert small.where("apply") == "new"
+
+
+def test_somebody_elses_file_in_a_new_folder_does_not_stop_recovery(small: Scene) -> None:
+    """Recovery must end; what is not ours stays, and status tells."""
+    journals = [at for at, call in enumerate(calls(small, "apply"), 1) if call == ("rename", journal.NAME)]
+    die(small, "apply", journals[1] - 1)
+    (small.tree / toys.HOME / "theirs.txt").write_bytes(b"theirs")
+    assert small.recover(False) == "old"
+    assert (small.tree / toys.HOME / "theirs.txt").read_bytes() == b"theirs"
+    assert trees.run(small.toy, "recover", "--root", small.tree).code == Exit.NOTHING_TO_DO
+    assert toys.HOME in trees.run(small.toy, "status", "--root", small.tree).out
+
+
+def test_everything_is_on_the_disk_before_the_journal_says_so(small: Scene) -> None:
+    """New bytes, backups and the names of both are synchronised before "commit"; the renames before "finish"."""
+    for direction in DIRECTIONS:
+        made = calls(small, direction)
+        journals = [at for at, call in enumerate(made) if call == ("rename", journal.NAME)]
+        assert len(journals) == 3
+        staged = {path for name, path in made[: journals[1]] if name == "open" and path.endswith(".new")}
+        for path in staged:
+            last = max(at for at, call in enumerate(made) if call in (("write", path), ("chmod", path)))
+            assert ("fsync", path) in made[last : journals[1] if "journal" not in path else len(made)]
+        for before, after in ((journals[0], journals[1]), (journals[1], journals[2])):
+            touched = {
+                path.rpartition("/")[0] or "."
+                for name, path in made[before + 1 : after]
+                if name in ("rename", "link", "mkdir", "unlink") and "journal" not in path
+            }
+            for folder in touched:
+                at = [place for place, call in enumerate(made) if call == ("fsync", folder) and before < place < after]
+                last = max(
+                    place
+                    for place, (name, path) in enumerate(made[:after])
+                    if name in ("rename", "link", "mkdir", "unlink") and (path.rpartition("/")[0] or ".") == folder
+                    if "journal" not in path
+                )
+                assert at
+                assert max(at) > last, folder
+        # The journal goes last of all.
+        assert [call for call in made if call[0] != "fsync"][-1] == ("unlink", journal.NAME)
+        assert made[-1] == ("fsync", ".")
+
+
+def test_no_call_site_ever_stands_without_the_module_that_it_calls(small: Scene) -> None:
+    made = [path for name, path in calls(small, "apply") if name == "rename"]
+    assert made.index(f"{toys.HOME}/__init__.py") < made.index(ENGINE)
+    made = [path for name, path in calls(small, "revert") if name in ("rename", "unlink")]
+    assert made.index(ENGINE) < made.index(f"{toys.HOME}/__init__.py")
