@@ -34,7 +34,9 @@ def test_an_exit_code_may_be_given() -> None:
 
 
 def test_a_refusal_says_only_what_it_knows() -> None:
-    assert str(BundleError(Reason.DRIFT, "x", found="y")).splitlines()[1:] == ["  where:    x", "  found:    y"]
+    lines = str(BundleError(Reason.DRIFT, "x", found="y")).splitlines()
+    assert lines[1:3] == ["  where:    x", "  found:    y"]
+    assert [line[:12] for line in lines[3:]] == ["  next:     "]
 
 
 def test_a_refusal_as_json_has_every_key() -> None:
