@@ -10,7 +10,6 @@ import pytest
 from tests import toy as toy_module
 from tests.toy import Toy
 
-
 # Tests that need more than the repository and the pinned archives carry their folder's marker.
 _MARKERS = {Path(__file__).parent / "router": "router"}
 

@@ -245,10 +245,17 @@ def write_tree(root: Path, files: dict[str, bytes]) -> int:
     return written
 
 
-def cargo_environment(profile: str) -> dict[str, str]:
-    """Environment of every cargo call. It must not vary: cargo compiles everything anew when a profile changes."""
+def cargo_environment(profile: str, incremental: bool) -> dict[str, str]:
+    """Environment of every cargo call. It must not vary: cargo compiles everything anew when a profile changes.
+
+    ``incremental`` changes it for the router's own crates alone.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("CARGO_PROFILE_", "SMG_"))}
-    environment |= {"CARGO_INCREMENTAL": "0", "GIT_CEILING_DIRECTORIES": "/", "CARGO_TERM_COLOR": "never"}
+    environment |= {
+        "CARGO_INCREMENTAL": str(int(incremental)),
+        "GIT_CEILING_DIRECTORIES": "/",
+        "CARGO_TERM_COLOR": "never",
+    }
     for name in ("RUSTFLAGS", "CARGO_ENCODED_RUSTFLAGS", "CARGO_BUILD_TARGET", "CARGO_TARGET_DIR", "GIT_DIR"):
         environment.pop(name, None)
     if profile == "dev":
@@ -273,8 +280,8 @@ class Result:
 class Builder:
     """One toolchain, one profile: the folder in which trees, target and results of all bundles of that kind lie."""
 
-    def __init__(self, series: Path, profile: str = "dev", upto: str | None = None) -> None:
-        self.cache = cache_folder()
+    def __init__(self, series: Path, profile: str = "dev", upto: str | None = None, incremental: bool = False) -> None:
+        self.cache, self.incremental = cache_folder(), incremental
         self.profile = profile
         self.series_file, self.upto = series, upto
         kind = json.dumps([RECIPE, ROUTER.sha256, HARMONY.sha256, toolchain(), profile])
@@ -331,7 +338,7 @@ class Builder:
         click.echo(f"router {variant}: compiling ({'cold, about 7 minutes on 2 cores' if cold else 'warm'})", err=True)
         command = ["cargo", "build", "--locked", "--lib", "-j", str(min(2, os.cpu_count() or 1))]
         command += ["--profile", self.profile, "--target-dir", str(self.place / "target")]
-        environment = cargo_environment(self.profile)
+        environment = cargo_environment(self.profile, self.incremental)
         if mark:
             environment["PATCHBUNDLE_ROUTER_SERIES"] = mark
         log = self.place / f"{variant}.log"
@@ -433,11 +440,14 @@ SERIES_OPTION = click.option(
 @SERIES_OPTION
 @click.option("--to", "upto", help="Patch only up to this id.")
 @click.option("--profile", type=click.Choice(["dev", "release"]), default="dev", show_default=True)
+@click.option("--incremental", is_flag=True, help="For work on the sources: quicker again, a larger target folder.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a variant.")
-def main(variants: tuple[str, ...], series: Path, upto: str | None, profile: str, as_json: bool) -> None:
+def main(
+    variants: tuple[str, ...], series: Path, upto: str | None, profile: str, incremental: bool, as_json: bool
+) -> None:
     """Build the router VARIANTS (stock, patched; both by default) and print where they are."""
     try:
-        builder = Builder(series, profile, upto)
+        builder = Builder(series, profile, upto, incremental)
         for variant in variants or VARIANTS:
             known = builder.find(variant) is not None
             result = builder.build(variant)

@@ -7,6 +7,7 @@ Everything binds to and talks to 127.0.0.1. A stock router is never started with
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -95,8 +96,9 @@ class Seen:
 class Bench:
     """A router between scripted servers.
 
-    ``decodes`` D servers, each of ``dp`` ranks when ``dp_aware``; ``prefills`` P servers. ``regular``: no PD, D servers
-    that need no P. ``environment`` is added to the router's. Use as a context manager; methods block.
+    ``decodes`` D servers, each of ``dp`` ranks when ``dp_aware``; ``prefills`` P servers of ``prefill_dp`` ranks.
+    ``regular``: no PD, D servers that need no P. ``apart``: each D server is a process of its own, which P's KV cannot
+    reach (script ``d_no_kv``). ``environment`` is added to the router's. Use as a context manager.
     """
 
     def __init__(
@@ -108,15 +110,17 @@ class Bench:
         decodes: int = 4,
         prefills: int = 1,
         dp: int = 1,
+        prefill_dp: int = 1,
         dp_aware: bool = False,
         regular: bool = False,
+        apart: bool = False,
         policy: str = "cache_aware",
     ) -> None:
         if dp_aware and not regular and "dp-aware-pd-dispatch" not in built.receipt["patches"]:
             raise ValueError("a PD router without dp-aware-pd-dispatch must not run --dp-aware: it leaves 127.0.0.1")
         self.built, self.flags, self.environment = built, tuple(flags), dict(environment or {})
         self.decodes, self.prefills, self.dp, self.dp_aware, self.regular = decodes, prefills, dp, dp_aware, regular
-        self.policy = policy
+        self.policy, self.prefill_dp, self.apart = policy, prefill_dp, apart
         self.processes: list[subprocess.Popen[bytes]] = []
         self.runner = asyncio.Runner()
 
@@ -141,18 +145,24 @@ class Bench:
         router, metrics, *ports = free_ports(2 + self.prefills + self.decodes)
         self.router, self.metrics_url = f"http://127.0.0.1:{router}", f"http://127.0.0.1:{metrics}/metrics"
         self.prefill_ports, self.decode_ports = ports[: self.prefills], ports[self.prefills :]
-        self.control = f"http://127.0.0.1:{ports[0]}/control"
         role = "null" if self.regular else "decode"
         servers: list[dict[str, Any]] = []
         for index, port in enumerate(self.prefill_ports):
-            servers.append({"name": f"P{index}", "port": port, "role": "prefill"})
+            servers.append({"name": f"P{index}", "port": port, "role": "prefill", "dp": self.prefill_dp})
         for index, port in enumerate(self.decode_ports):
             servers.append({"name": f"D{index}", "port": port, "role": role, "dp": self.dp})
-        here = {"PYTHONPATH": str(REPOSITORY)}
-        self._run("servers", [sys.executable, "-m", "lab.router.servers", json.dumps(servers), str(model)], here)
-        self.wait(lambda: self._answers(self.control), 30, "servers")
-        ranks = self.dp if self.dp_aware else 1
-        self.expected = self.decodes * ranks + (0 if self.regular else self.prefills)
+        split = self.prefills if self.apart else len(servers)
+        groups = [servers[:split], *([server] for server in servers[split:])]
+        self.controls, self.server_processes = [f"http://127.0.0.1:{group[0]['port']}/control" for group in groups], []
+        for index, group in enumerate(groups):
+            command = [sys.executable, "-m", "lab.router.servers", json.dumps(group), str(model)]
+            self._run(f"servers{index}", command, {"PYTHONPATH": str(REPOSITORY)})
+            self.server_processes.append(self.processes[-1])
+        for index, url in enumerate(self.controls):
+            self.wait(functools.partial(self._answers, url), 60, f"servers{index}")
+        self.expected = self.decodes * (self.dp if self.dp_aware else 1)
+        if not self.regular:
+            self.expected += self.prefills * (self.prefill_dp if self.dp_aware else 1)
         self._run("router", self.command(router, metrics), {"PYTHONPATH": str(self.built.folder)} | self.environment)
         self.router_process = self.processes[-1]
         self.wait(self._ready, 90, "router")
@@ -250,22 +260,35 @@ class Bench:
                 decode += worker["load"]
         return prefill, decode
 
-    async def metric(self, name: str) -> float:
-        """Sum of one metric over its labels."""
+    async def metric(self, name: str, *labels: str) -> float:
+        """Sum of one metric over the lines that hold all of the ``labels``."""
         async with self.client.get(self.metrics_url) as response:
             lines = (await response.text()).splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " ")))
+        found = [
+            line for line in lines if line.startswith((name + "{", name + " ")) and all(one in line for one in labels)
+        ]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
 
     async def script(self, **changes: Any) -> None:
         """Set the script of the servers and start their log afresh."""
-        async with self.client.post(self.control, json=asdict(Script(**changes))) as response:
-            assert response.status == 200, await response.text()
+        for url in self.controls:
+            async with self.client.post(url, json=asdict(Script(**changes))) as response:
+                assert response.status == 200, await response.text()
 
     async def seen(self) -> Seen:
         """What the servers saw."""
-        async with self.client.get(self.control) as response:
-            state = await response.json()
-        return Seen(state["log"], state["active"], state["peak"])
+        found = Seen([], {}, {})
+        for url in self.controls:
+            try:
+                async with self.client.get(url) as response:
+                    state = await response.json()
+            except aiohttp.ClientConnectionError:
+                continue  # a server that a test has killed
+            found.log += state["log"]
+            found.active |= state["active"]
+            found.peak |= state["peak"]
+        found.log.sort(key=lambda event: float(event["t"]))
+        return found
 
     async def settle(self, seconds: float = 3.0) -> tuple[Seen, tuple[int, int]]:
         """Wait until no server is busy and the router counts nothing, at most ``seconds``; return both as they are."""

@@ -20,6 +20,7 @@ from typing import Any
 from aiohttp import web
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/generate")
+WIRE = ("stream", "stream_options", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank")
 DONE = b"data: [DONE]\n\n"
 # Ways in which P fails; ``hang`` and ``hang_body`` report nothing, all others do.
 FAILURES = (
@@ -51,6 +52,8 @@ class Script:
     p_mode: str = "ok"
     p_delay: float = 0.05
     """P answers, or fails, this long after the request."""
+    p_pad: int = 0
+    """Bytes of padding in P's good answer."""
     d_mode: str = "ok"
     """ok, http500, http400, reset (all before headers), cut (a reset after the first token), sse_error (after it)."""
     d_first: float = 0.2
@@ -162,7 +165,7 @@ async def prefill(request: web.Request) -> web.StreamResponse:
     key = f"{request.app[NAME]}@{rank_of(body)}"
     world.enter(key)
     where = [body.get("bootstrap_host"), body.get("bootstrap_port")]
-    seen = {name: body.get(name) for name in ("stream", "stream_options", "data_parallel_rank", "routed_dp_rank")}
+    seen = {name: body.get(name) for name in WIRE}
     world.note("P.recv", key=key, rooms=rooms, where=where, seen=seen)
     try:
         await asyncio.sleep(script.p_delay)
@@ -173,7 +176,7 @@ async def prefill(request: web.Request) -> web.StreamResponse:
         elif script.p_mode not in ("hang", "hang_body"):
             # A client cannot know of the failure before now; the test measures from here.
             world.note("P.report", key=key, rooms=rooms)
-        return await prefill_answer(request, body, script.p_mode)
+        return await prefill_answer(request, body, script)
     except (asyncio.CancelledError, ConnectionError):
         world.note("P.abort", key=key, rooms=rooms)
         raise
@@ -181,10 +184,12 @@ async def prefill(request: web.Request) -> web.StreamResponse:
         world.leave(key)
 
 
-async def prefill_answer(request: web.Request, body: dict[str, Any], mode: str) -> web.StreamResponse:
+async def prefill_answer(request: web.Request, body: dict[str, Any], script: Script) -> web.StreamResponse:
     """Answer as P in one of the modes."""
-    streaming, route = bool(body.get("stream")), request.path
+    streaming, route, mode = bool(body.get("stream")), request.path, script.p_mode
     good = answer(route, body, "p", streaming, "length")
+    if script.p_pad:
+        good["pad"] = "x" * script.p_pad
     error = {"error": {"message": "KVTransferError", "code": 500}}
     if mode.startswith("http"):
         return web.json_response({"error": {"message": f"P says {mode[4:]}"}}, status=int(mode[4:]))
@@ -224,7 +229,7 @@ async def prefill_answer(request: web.Request, body: dict[str, Any], mode: str) 
                 cut(request)
             await response.write_eof()
             return response
-        return web.json_response(answer(route, body, "p", False, "abort" if mode == "abort" else "length"))
+        return web.json_response(answer(route, body, "p", False, "abort") if mode == "abort" else good)
     response = await event_stream(request)
     if mode == "abort":
         good = answer(route, body, "p", True, "abort")
@@ -346,6 +351,10 @@ async def serve(world: World, model: str, name: str, port: int, role: str, dp: i
     async def health(request: web.Request) -> web.Response:
         return web.Response(text="ok")
 
+    async def fan_out(request: web.Request) -> web.Response:
+        world.note("fan-out", key=name, path=request.path)
+        return web.json_response([{"dp_rank": 0, "num_tokens": 5}])
+
     app = web.Application(client_max_size=1 << 26)
     app[WORLD], app[NAME] = world, name
     for path in ("/health", "/health_generate"):
@@ -354,6 +363,8 @@ async def serve(world: World, model: str, name: str, port: int, role: str, dp: i
         app.router.add_get(path, server_info)
     for path in ("/model_info", "/get_model_info"):
         app.router.add_get(path, model_info)
+    app.router.add_get("/get_load", fan_out)
+    app.router.add_post("/flush_cache", fan_out)
     app.router.add_get("/control", control)
     app.router.add_post("/control", control)
     for path in ROUTES:
