@@ -46,7 +46,7 @@ class Report:
 
     def say(self, text: str = "") -> None:
         if not self.as_json:
-            click.echo(text)
+            click.echo(_shown(text))
 
     def detail(self, text: str) -> None:
         if self.verbose:
@@ -55,7 +55,7 @@ class Report:
     def progress(self, text: str) -> None:
         """Something takes a while: tell on standard error, from the first second on."""
         if self.verbose or time.monotonic() - self._began > 1.0:
-            click.echo(f"… {text}", err=True)
+            click.echo(f"… {_shown(text)}", err=True)
 
     def end(self, code: Exit, error: BundleError | None = None) -> None:
         if self.as_json:
@@ -67,10 +67,23 @@ class Report:
                 "result": self.result,
                 "error": None if error is None else error.as_dict(),
             }
-            click.echo(json.dumps(table, indent=1, sort_keys=True))
+            click.echo(json.dumps(_all_shown(table), indent=1, sort_keys=True))
         elif error is not None:
-            click.echo(str(error), err=True)
+            click.echo(_shown(str(error)), err=True)
         sys.exit(int(code))
+
+
+def _shown(text: str) -> str:
+    """Text as it is printed: a file name's bytes as UTF-8, whatever the locale made of them."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _all_shown(value: Any) -> Any:
+    if isinstance(value, str):
+        return _shown(value)
+    if isinstance(value, Mapping):
+        return {_all_shown(key): _all_shown(item) for key, item in value.items()}
+    return [_all_shown(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def verb(name: str) -> Callable[[Callable[..., Exit]], Callable[..., None]]:

@@ -34,8 +34,13 @@ _HEADS = {
     b"\x1f\x8b": "a gzip archive",
     b"!<arch>": "a static library",
 }
+# Not after "==": versions of packages may have four parts.
 _IPV4 = re.compile(r"(?<![\w.])(?<!==)(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w.])")
-_IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-fA-F]{1,4}:){3,7}[0-9a-fA-F]{1,4}(?![\w:])")
+# Whole, or short with "::" after a long first group: x[1::2] is a slice.
+_IPV6 = re.compile(
+    r"(?<![\w:.])(?=[0-9a-fA-F:]*[0-9])(?:(?:[0-9a-fA-F]{1,4}:){3,7}[0-9a-fA-F]{1,4}"
+    r"|[0-9a-fA-F]{3,4}:(?:[0-9a-fA-F]{1,4}:){0,5}(?::[0-9a-fA-F]{1,4}){1,6})(?![\w:])"
+)
 _MAIL = re.compile(r"[\w.+-]+@(?:[\w-]+\.)+[a-z]{2,}\b")
 _URL = re.compile(r"\b(?:https?|ssh|git|ftp|s3|gs)://([^\s/@'\"]+@)?(\[[^\]]*\]|[A-Za-z0-9._-]+)")
 # Public places that the texts may point to. Anything else is somebody's host.

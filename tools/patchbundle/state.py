@@ -70,7 +70,7 @@ class State:
         if self.level is not None:
             return self.level
         near = f"nearest known state: level {self.nearest} ({self.pins.name_of(self.nearest)})"
-        hint = "undo the change, or reinstall the base; `status` lists every file"
+        hint = f"undo the change, or reinstall the base; every file: tools/apply.py status --root {root}"
         for file in self.files:
             if not file.holds:
                 raise BundleError(

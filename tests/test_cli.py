@@ -1,0 +1,219 @@
+"""The command line: transcripts, JSON against its schema, exit codes, and the same output under any locale."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+
+from patchbundle import cli, transaction
+from patchbundle.errors import BundleError, Exit, Reason
+from tests import toy as toys
+from tests import trees
+from tests.toy import Toy, cache_at
+from tests.trees import Result
+
+TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.t"))
+SCHEMA = trees.REPOSITORY / "tools/patchbundle/schema/output-1.json"
+_WRITE = os.environ.get("TRANSCRIPTS") == "write"
+
+
+def typed(toy: Toy, line: str) -> tuple[str, int]:
+    """What a typed line gives: output and errors as one text, and the exit code."""
+    words = line.split()
+    if words[0] not in ("apply.py", "check_sources.py"):
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr, done.returncode
+    to_null = words[-2:] == [">", "/dev/null"]
+    words = words[:-2] if to_null else words
+    command = cli.apply_cli if words[0] == "apply.py" else cli.check_cli
+    words[(2 if words[0] == "apply.py" else 1) : (2 if words[0] == "apply.py" else 1)] = ["--bundle", "bundle"]
+    with cache_at(toy.cache):
+        result = CliRunner().invoke(command, words[1:], prog_name=words[0])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stderr if to_null else result.output, result.exit_code
+
+
+def plain(text: str, folder: Path) -> str:
+    text = text.replace(str(folder), "/where")
+    text = re.sub(r"\b[0-9a-f]{64}\b", "HASH", text)
+    return re.sub(r"\b[0-9a-f]{12}…", "HASH…", text)
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_transcript(transcript: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = toys.make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    out: list[str] = []
+    for line in transcript.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") or not line:
+            out += (
+                ["", line] if line.startswith("#") and out and not out[-1].startswith("#") else [line] if line else []
+            )
+        elif line.startswith("$ "):
+            said, code = typed(toy, line[2:])
+            silent = not said and code == 0
+            out += [line, *plain(said, tmp_path).splitlines(), *([] if silent else [f"[{code}]"])]
+    made = "\n".join(out) + "\n"
+    if _WRITE:
+        transcript.write_text(made, encoding="utf-8")
+    assert made == transcript.read_text(encoding="utf-8")
+
+
+def test_every_verb_has_a_transcript_or_is_named_here() -> None:
+    verbs = set(cli.apply_cli.commands) | {"check_sources"}
+    assert verbs - {path.stem for path in TRANSCRIPTS} == {"roundtrip", "clean-cache"}
+
+
+# JSON.
+
+
+@cache
+def validator() -> jsonschema.Draft202012Validator:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def objects(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        yield node
+    for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from objects(item)
+
+
+def test_the_schema_allows_no_unknown_member_anywhere() -> None:
+    for node in objects(json.loads(SCHEMA.read_text(encoding="utf-8"))):
+        if isinstance(node.get("properties"), dict) and node.get("type") == "object":
+            assert node["additionalProperties"] is False
+
+
+def test_the_schema_knows_every_verb_exit_code_and_refusal() -> None:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    assert set(schema["properties"]["verb"]["enum"]) == set(cli.apply_cli.commands) | {"check"}
+    assert schema["$defs"]["exit"]["enum"] == [int(code) for code in Exit]
+    exits = {int(BundleError(reason, "x").exit_code) for reason in Reason}
+    assert set(schema["$defs"]["refusal"]["enum"]) == exits
+
+
+def valid(result: Result, verb: str, code: int) -> dict[str, Any]:
+    table = result.table
+    validator().validate(table)
+    assert (table["verb"], table["exit"], result.code) == (verb, code, code)
+    assert result.err == "" or result.err.startswith("…")
+    inner = table["result"]
+    assert isinstance(inner, dict)
+    return inner
+
+
+def test_json_of_every_verb_is_as_its_schema_says(toy: Toy) -> None:
+    root = ("--root", toy.tree, "--json")
+    valid(trees.run(toy, "plan", *root), "plan", 0)
+    valid(trees.run(toy, "status", *root), "status", 0)
+    valid(trees.run(toy, "apply", *root, "--dry-run"), "apply", 0)
+    assert valid(trees.run(toy, "apply", *root, "-v"), "apply", 0)["plan"]["to"] == "gamma-third"
+    valid(trees.run(toy, "apply", *root), "apply", 3)
+    assert valid(trees.run(toy, "status", *root), "status", 0)["status"]["level"] == 3
+    assert valid(trees.run(toy, *root, "--full", check=True), "check", 0)["attestation"]["extra"] == []
+    valid(trees.run(toy, "--json", check=True), "check", 0)
+    valid(trees.run(toy, "revert", *root), "revert", 0)
+    valid(trees.run(toy, "recover", *root), "recover", 3)
+    valid(trees.run(toy, "recover", *root, "--dry-run"), "recover", 3)
+    valid(trees.run(toy, "pin", "--offline", "--json"), "pin", 3)
+    valid(trees.run(toy, "fetch-base", "--offline", "--json"), "fetch-base", 0)
+    rows = valid(trees.run(toy, "roundtrip", "--offline", "--json"), "roundtrip", 0)["rows"]
+    assert [row["holds"] for row in rows] == [True]
+    valid(trees.run(toy, "clean-cache", "--json"), "clean-cache", 3)
+
+
+def test_json_of_refusals_is_as_its_schema_says(toy: Toy) -> None:
+    root = ("--root", toy.tree, "--json")
+    with transaction.locked(toy.tree):
+        valid(trees.run(toy, "apply", *root), "apply", Exit.BUSY)
+    (toy.tree / "sglang/srt/engine.py").write_bytes(b"other\n")
+    for verb in ("apply", "revert", "plan", "status"):
+        valid(trees.run(toy, verb, *root), verb, Exit.REFUSED)
+    valid(trees.run(toy, *root, check=True), "check", Exit.REFUSED)
+    (toy.tree / ".patchbundle-journal").write_bytes(b"")
+    for verb in ("apply", "revert", "plan", "status", "recover"):
+        valid(trees.run(toy, verb, *root), verb, Exit.RECOVERY_NEEDED)
+    (toy.bundle / "sources/prefill/alpha.py").write_bytes(b"other\n")
+    valid(trees.run(toy, "--json", check=True), "check", Exit.REFUSED)
+    for place in (toy.cache / "archives").glob("*/*.whl"):
+        place.unlink()
+    for verb in ("pin", "fetch-base"):
+        valid(trees.run(toy, verb, "--offline", "--json"), verb, Exit.FAILED)
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_refusal_has_a_word_a_sentence_and_a_next_step(reason: Reason) -> None:
+    error = BundleError(reason, "somewhere")
+    table = {
+        "schema": 1,
+        "tool": "0",
+        "verb": "apply",
+        "exit": int(error.exit_code),
+        "result": {},
+        "error": error.as_dict(),
+    }
+    validator().validate(table)
+    assert str(error).splitlines()[-1].startswith("  next:     ")
+
+
+# The process.
+
+LOCALES = [
+    {"LC_ALL": "C"},
+    {"LC_ALL": "C.UTF-8"},
+    {"LC_ALL": "xx_YY.nonsense"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    {"LC_ALL": "POSIX", "PYTHONIOENCODING": "latin-1", "LANGUAGE": "de"},
+]
+
+
+def test_output_is_the_same_under_any_locale(tmp_path: Path) -> None:
+    toy = toys.make(tmp_path / "tÖy ☃")
+    said = set()
+    for variables in LOCALES:
+        env = {"LANG": "", "LC_CTYPE": "", "PYTHONUTF8": "", "PYTHONIOENCODING": "", **variables}
+        env = {name: value for name, value in env.items() if value or name in ("LANG", "LC_CTYPE")}
+        result = trees.child(toy, "plan", "--bundle", toy.bundle, "--root", toy.tree, "-v", env=env)
+        assert result.code == 0, (variables, result)
+        said.add(result.out)
+    assert len(said) == 1
+    assert "sha256" in said.pop()
+
+
+def test_the_tools_run_from_any_folder_and_say_their_version(toy: Toy, tmp_path: Path) -> None:
+    for script in ("apply.py", "check_sources.py"):
+        result = trees.child(toy, "--version", script=script, cwd=tmp_path)
+        assert (result.code, result.err) == (0, "")
+        assert result.out.startswith("patchbundle, version ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["apply", "--nonsense"], ["nonsense"], ["recover"], ["apply", "--role", "other"]]
+)
+def test_wrong_usage_is_exit_code_2(toy: Toy, arguments: list[str]) -> None:
+    assert CliRunner().invoke(cli.apply_cli, arguments).exit_code == Exit.USAGE
+
+
+def test_an_unexpected_failure_of_the_system_is_told_as_one(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error", "/some/where")
+
+    monkeypatch.setattr(transaction, "locked", fail)
+    result = trees.apply(toy)
+    assert result.code == Exit.FAILED
+    assert "/some/where" in result.err
+    assert "Input/output error" in result.err

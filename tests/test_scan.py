@@ -1,0 +1,103 @@
+"""What must not be published is found; what may be is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from patchbundle import scan
+from patchbundle.errors import BundleError
+from tests import trees
+
+# Written in parts, so that this file itself may be published.
+BAD = {
+    "an IPv4 address": ("an address", "connect 203.0." + "114.7 now"),
+    "a private IPv4 address": ("an address", "10.1." + "2.3"),
+    "an IPv4 address with a port": ("an address", "--host=192.168." + "0.10:3000"),
+    "an IPv6 address": ("an address", "fd00:1:2:3:4:5:" + "6:7"),
+    "a short IPv6 address": ("an address", "fe80" + "::1c2:3ff:fe4:5"),
+    "an account": ("an account", "mail someone@" + "somewhere.net"),
+    "a host": ("a host", "https://registry." + "internal.corp/simple"),
+    "a bucket": ("a host", "s3://" + "models-bucket/x"),
+    "a home folder": ("a private path", "see /home/" + "someone/x"),
+    "root's folder": ("a private path", "cp /root/" + "x ."),
+    "a mount": ("a private path", "/mnt/" + "models"),
+    "a private key": ("a private key", "-----BEGIN RSA PRIVATE " + "KEY-----"),
+    "a code host's token": ("an access token", "gh" + "p_" + "a" * 36),
+    "a model hub's token": ("an access token", "h" + "f_" + "a" * 34),
+    "a cloud key": ("an access token", "AKI" + "A" + "B" * 16),
+    "a signed token": ("an access token", "ey" + "J" + "a" * 12 + ".ey" + "J" + "b" * 12 + "." + "c" * 12),
+    "a password": ("a credential", 'password = "' + 'hunter2hunter2"'),
+    "a password in a URL": ("a credential in a URL", "https://user:" + "secret@github.com/x"),
+}
+GOOD = [
+    "127.0.0.1:8000 and 0.0.0.0 and [::1]",
+    "version 0.5.19.1 is not an address, nor is 1.2.3",
+    "999.1.1.1",
+    "192.0.2.7, 198.51.100.1, 203.0.113.9 and 2001:db8::1 are for documentation",
+    "12:34:56:78 and x[1::2]",
+    "nvidia-package==13.0.3.0",
+    "std::sync::Arc and a::b::c",
+    "someone@example.com and maintainers@host.example",
+    "https://github.com/x/y/pull/1, https://docs.python.org/3, http://127.0.0.1:30000, http://worker:8000@3",
+    "the @property decorator; a@b is no address of a mail",
+    "/usr/lib, /tmp, sglang/srt/data/x and ./home/x",
+    "password = os.environ['PASSWORD']",
+    "token = tokens[0]",
+    "-----BEGIN CERTIFICATE-----",
+    "sk-short",
+]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_found(name: str) -> None:
+    what, text = BAD[name]
+    findings = list(scan.scan_bytes("f", f"first\nsome {text}\n".encode()))
+    assert what in [finding.what for finding in findings]
+    assert {finding.line for finding in findings} == {2}
+
+
+@pytest.mark.parametrize("name", [name for name, (what, _) in BAD.items() if "credential" in what or "token" in name])
+def test_a_secret_is_not_repeated_in_the_report(name: str) -> None:
+    what, text = BAD[name]
+    for finding in scan.scan_bytes("f", text.encode()):
+        assert finding.what != what or text not in str(finding)
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_not_found(text: str) -> None:
+    assert list(scan.scan_bytes("f", text.encode())) == []
+
+
+@pytest.mark.parametrize(
+    "head", [b"\x7fELF\x02", b"MZ\x90", b"PK\x03\x04", b"\x1f\x8b\x08", b"!<arch>\n", b"text\nand\0more"]
+)
+def test_binaries_are_found_whatever_they_are_called(head: bytes, tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_bytes(head)
+    with pytest.raises(BundleError, match="binary"):
+        scan.check(tmp_path)
+
+
+def test_every_finding_is_named_and_all_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("deep/one", "two"):
+        (tmp_path / name).write_text(BAD["an account"][1])
+    with pytest.raises(BundleError) as caught:
+        scan.check(tmp_path)
+    assert "deep/one:1" in caught.value.where
+    assert "two:1" in caught.value.where
+
+
+def test_made_folders_are_left_out_and_links_are_read_as_links(tmp_path: Path) -> None:
+    for folder in (".git", ".venv", "__pycache__", "x.egg-info"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "f").write_text(BAD["an account"][1])
+    assert scan.check(tmp_path) == 0
+    (tmp_path / "link").symlink_to("/home/" + "someone/secret")
+    with pytest.raises(BundleError, match="private path"):
+        scan.check(tmp_path)
+
+
+def test_this_repository_holds_nothing_of_the_kind() -> None:
+    assert scan.scan(trees.REPOSITORY) == []
