@@ -40,10 +40,10 @@ def test_a_lock_is_read_as_it_was_written() -> None:
     assert signed(json.loads(RAW)) == RAW
 
 
-@pytest.mark.parametrize("size", range(len(RAW)))
-def test_a_lock_cut_anywhere_is_refused(size: int) -> None:
-    with pytest.raises(BundleError, match=r"\[lock\]"):
-        lock_module.load(RAW[:size], "lock")
+def test_a_lock_cut_anywhere_is_refused() -> None:
+    for size in range(len(RAW)):
+        with pytest.raises(BundleError, match=r"\[lock\]"):
+            lock_module.load(RAW[:size], "lock")
 
 
 def test_every_change_of_one_byte_is_refused() -> None:
