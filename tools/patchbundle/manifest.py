@@ -109,13 +109,11 @@ def digests(artifacts: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _read_artifacts(root: Path, bases: Mapping[str, Base]) -> dict[str, bytes]:
-    """Every file under patches/ and sources/ but the lock, and the lists of members in config/."""
-    paths = [root / "config" / base.members for base in bases.values() if base.members]
-    for path in paths:
-        if not path.is_file():
-            raise refuse(_BASES, f"the file {path.relative_to(root).as_posix()}", "nothing")
-    for top in ("patches", "sources"):
-        paths += sorted((root / top).rglob("*"))
+    """Every file under config/, patches/ and sources/ but the lock."""
+    for base in bases.values():
+        if base.members and not (root / "config" / base.members).is_file():
+            raise refuse(_BASES, f"the file config/{base.members}", "nothing")
+    paths = [path for top in ("config", "patches", "sources") for path in sorted((root / top).rglob("*"))]
     artifacts: dict[str, bytes] = {}
     for path in paths:
         relative = path.relative_to(root).as_posix()
@@ -217,8 +215,7 @@ def _check_cycles(by_id: Mapping[str, Patch]) -> None:
 
 
 def _check_orphans(patches: Iterable[Patch], artifacts: Mapping[str, bytes], bases: Mapping[str, Base]) -> None:
-    named = {_SERIES, _BASES}
-    named |= {f"config/{base.members}" for base in bases.values() if base.members}
+    named = {_SERIES, *(path for path in artifacts if path.startswith("config/"))}
     owner: dict[tuple[str, str], str] = {}
     for patch in patches:
         named.add(f"patches/{patch.file}")
