@@ -5,6 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# One thread: the tensors are tiny, and spinning threads on two cores cost minutes.
+export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
 
 .PHONY: help roundtrip test lint format pin system-deps clean clean-cache

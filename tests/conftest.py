@@ -10,6 +10,16 @@ import pytest
 from tests import toy as toy_module
 from tests.toy import Toy
 
+# Tests that need more than the repository and the pinned archives carry their folder's marker.
+_MARKERS = {Path(__file__).parent / "router": "router"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for folder, marker in _MARKERS.items():
+            if folder in item.path.parents:
+                item.add_marker(marker)
+
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Toy:

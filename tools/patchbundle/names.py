@@ -56,7 +56,8 @@ def _fault(path: str) -> str | None:
 
 def fold(path: str) -> str:
     """The form under which two paths are the same on a file system that ignores case or Unicode form."""
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
+    # Unicode's canonical caseless match: the decomposition comes first, or an iota subscript keeps an accent apart.
+    return unicodedata.normalize("NFD", unicodedata.normalize("NFD", path).casefold())
 
 
 def check_together(paths: Iterable[str], where: str) -> None:

@@ -1,0 +1,256 @@
+"""strict-prefill-ack: the std-only modules under rustc, the scanner against Python's own JSON, and the patched text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.router.rust import SOURCES, assert_all_caught, assert_all_pass
+
+PD_ROUTER = "src/routers/http/pd_router.rs"
+Tree = Callable[[str], Path]
+BESIDE = {"pd_settings": ("pd_gates",)}
+
+MUTANTS = {
+    "pd_ack": [
+        ("(400..500).contains(code)", "(400..600).contains(code)"),
+        ('self.is_text(b"error")', 'self.is_text(b"errors")'),
+        ("([Some(Error)], Value::Null) => {}", ""),
+        ("([Some(MetaInfo), Some(FinishReason)], Value::Text)", "([Some(MetaInfo)], Value::Text)"),
+        ("self.all_answered &= self.answered;", ""),
+        ("self.answered = false;", ""),
+        ("0xe0 => (2, 0xa0, 0xbf)", "0xe0 => (2, 0x80, 0xbf)"),
+        ("0xf4 => (3, 0x80, 0x8f)", "0xf4 => (3, 0x80, 0xbf)"),
+        ('0..=0x1f => return Err(Fault::Malformed("a control character in a text"))', "0..=0x1f => self.keep(byte)"),
+        ("self.kept.len() < KEPT", "true"),
+        ("if self.whole { Key::of(&self.kept) } else { Key::Other }", "Key::of(&self.kept[..self.kept.len().min(5)])"),
+        ("std::mem::take(&mut self.after_cr)", "false"),
+        ("if self.done {", "if false {"),
+        ("if !self.done {", "if false {"),
+        ("self.bytes == DONE.len() && self.first == DONE", "self.first == DONE"),
+        ("None if !json.complete() =>", "None if false =>"),
+        ("None => json.verdict()?", "None => {}"),
+        (
+            "self.line = Line::Data;\n                if byte != b' '",
+            "self.line = Line::Data;\n                if true",
+        ),
+        ("self.push_data(b'\\n');", ""),
+        ("(Number::Minus, b'0') => Number::Zero", "(Number::Minus, b'0') => Number::Whole"),
+        ("DEEPEST => return Err", "usize::MAX => return Err"),
+        (".trim()\n            .to_ascii_lowercase()", ".to_ascii_lowercase()"),
+    ],
+    "pd_race": [
+        ("if acknowledged.is_none() {\n            match ack", "if true {\n            match ack"),
+        ("if acknowledged.is_none() && deadline", "if deadline"),
+        ("acknowledged: acknowledged.is_some()", "acknowledged: false"),
+        ("return Poll::Ready(Verdict::Late);", ""),
+    ],
+    "pd_settings": [
+        ("fits(GATE, on, topology)?;", "let _ = (fits, topology);"),
+        ("filter(|&ms| ms > 0)", "filter(|_| true)"),
+        ("for name in [TIMEOUT, MAX_BYTES, RETRY]", "for name in [TIMEOUT, MAX_BYTES]"),
+        ("(least..=most).contains(value)", "*value <= most || least > most"),
+        ("byte.is_ascii_digit()", "byte != b'x'"),
+    ],
+}
+
+
+@pytest.mark.parametrize("module", MUTANTS)
+def test_the_modules_own_tests_pass_under_bare_rustc(module: str, tmp_path: Path) -> None:
+    assert_all_pass(tmp_path, module, BESIDE.get(module, ()))
+
+
+@pytest.mark.parametrize("module", MUTANTS)
+def test_a_broken_module_is_caught_by_its_own_tests(module: str, tmp_path: Path) -> None:
+    assert_all_caught(tmp_path, module, MUTANTS[module], BESIDE.get(module, ()))
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bytes, int], str]:
+    """A function that asks the compiled scanner for its verdict on a body cut in pieces of one size."""
+    if shutil.which("rustc") is None:
+        pytest.skip("no rustc on this machine")
+    folder = tmp_path_factory.mktemp("probe")
+    shutil.copy(SOURCES / "pd_ack.rs", folder)
+    shutil.copy(Path(__file__).parent / "ack_probe.rs", folder)
+    command = ["rustc", "--edition", "2021", "-C", "debuginfo=0", "-A", "dead_code", str(folder / "ack_probe.rs")]
+    subprocess.run([*command, "-o", str(folder / "probe")], check=True, capture_output=True)
+    process = subprocess.Popen([folder / "probe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+    def ask(kind: str, body: bytes, size: int = 1 << 20) -> str:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{kind} {size} {body.hex()}\n")
+        process.stdin.flush()
+        return process.stdout.readline().strip()
+
+    return ask
+
+
+def refuse(word: str) -> Any:
+    """Python takes NaN and Infinity for JSON, which they are not."""
+    raise ValueError(word)
+
+
+def is_json_object(body: bytes) -> bool:
+    """What Python's own parser says of a body: UTF-8 JSON whose top is an object or an array of objects."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(one, dict) for one in value))
+
+
+PIECES = [
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b":",
+    b",",
+    b"\\",
+    b"\\u00e9",
+    b"\\ud83d",
+    b"1",
+    b"0",
+    b"-",
+    b".",
+    b"e",
+    b"+",
+    b" ",
+]
+PIECES += [
+    b"\n",
+    b"\t",
+    b"\x00",
+    b"\x7f",
+    b"true",
+    b"null",
+    b"fals",
+    b'"a"',
+    b'"text":"x"',
+    b"\xc3\xa9",
+    b"\xe2\x82",
+    b"\xff",
+    b"/",
+]
+BODIES = st.one_of(
+    st.lists(st.sampled_from(PIECES), max_size=14).map(b"".join),
+    st.lists(st.sampled_from(PIECES), max_size=10).map(lambda parts: b'{"text":' + b"".join(parts) + b"}"),
+    st.lists(st.sampled_from(PIECES), max_size=8).map(lambda parts: b'{"text":"' + b"".join(parts) + b'"}'),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    ).map(lambda value: json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")),
+)
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(body=BODIES, size=st.integers(1, 9))
+def test_the_scanner_takes_for_json_exactly_what_python_takes(
+    probe: Callable[[str, bytes, int], str], body: bytes, size: int
+) -> None:
+    said = probe("json", body, size)
+    well_formed = said.split(" ")[0] not in ("prefill_ack_malformed", "prefill_ack_cut")
+    assert well_formed == is_json_object(body), (body, said)
+    assert said == probe("json", body, 1 << 20), "the verdict depends on the cuts"
+
+
+ITEMS = st.lists(
+    st.sampled_from(
+        [
+            b'data: {"choices":[{"index":0}]}',
+            b'data:{"text":"a"}',
+            b'data: {"error":{"message":"m","code":500}}',
+            b'data: {"choices":[]}',
+            b"data: [DONE]",
+            b"data: [DON",
+            b": comment",
+            b"event: x",
+            b"data",
+            b"",
+        ]
+    ),
+    max_size=9,
+)
+
+
+def read_events(lines: list[bytes]) -> list[bytes]:
+    """The data of the events in a stream of these lines, by the rules of the format."""
+    events: list[bytes] = []
+    data: list[bytes] | None = None
+    for line in [*lines, b""]:
+        field, _, value = line.partition(b":")
+        if line == b"":
+            if data is not None:
+                events.append(b"\n".join(data))
+            data = None
+        elif field == b"data":
+            data = [*(data or []), value.removeprefix(b" ")]
+    return events
+
+
+def judge_events(events: list[bytes]) -> bool:
+    """Whether a stream of these events is a good acknowledgement."""
+    if (
+        not events
+        or events[-1] != b"[DONE]"
+        or events.count(b"[DONE]") != 1
+        or not all(map(is_json_object, events[:-1]))
+    ):
+        return False
+    values = [json.loads(event) for event in events[:-1]]
+    return not any(value.get("error") for value in values) and any(v.get("choices") or "text" in v for v in values)
+
+
+@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+@given(lines=ITEMS, end=st.sampled_from([b"\n", b"\r\n", b"\r"]), size=st.integers(1, 40))
+def test_the_scanner_reads_event_streams_by_the_rules_of_the_format(
+    probe: Callable[[str, bytes, int], str], lines: list[bytes], end: bytes, size: int
+) -> None:
+    body = end.join(lines)
+    assert (probe("sse", body, size) == "good") == judge_events(read_events(lines)), body
+
+
+def test_the_stock_way_is_still_there_and_taken_with_the_gate_off(patched: Tree) -> None:
+    text = (patched("router") / PD_ROUTER).read_text()
+    before, _, after = text.partition("if pd_strict::on() {")
+    assert after.count("pd_strict::on()") == 0 and before.count("tokio::join!(prefill_request.send()") == 0
+    assert "} else {\n            tokio::join!(prefill_request.send(), decode_request.send())\n        };" in after
+
+
+def test_a_refusal_is_judged_before_the_stock_rule_and_never_by_both(patched: Tree) -> None:
+    text = (patched("router") / PD_ROUTER).read_text()
+    judged = text.index("if pd_strict::judge(&response, prefill.as_ref(), decode.as_ref()) {")
+    assert text[judged:].split("\n")[1].strip() == "return response;"
+    assert judged < text.index("prefill.record_outcome(not_error);")
+
+
+def test_the_gate_is_read_at_start(patched: Tree) -> None:
+    text = (patched("router") / "src/server.rs").read_text()
+    assert "crate::routers::http::pd_strict::check(&config.router_config)?;" in text
+
+
+def test_no_module_of_ours_can_panic_by_an_unwrap_or_an_index_of_the_wire() -> None:
+    for name in (
+        "pd_strict",
+        "pd_load",
+        "pd_dp",
+        "pd_cache",
+        "pd_race",
+        "pd_first",
+        "pd_settings",
+        "pd_gates",
+        "pd_rank",
+    ):
+        code = (SOURCES / f"{name}.rs").read_text().partition("#[cfg(test)]")[0]
+        for word in (".unwrap()", ".expect(", "panic!", "unreachable!", "todo!", "unsafe"):
+            assert word not in code, f"{word} in {name}.rs"
