@@ -70,6 +70,21 @@ def test_touched_files_are_the_same_in_every_wheel_of_a_version(base: Base, arch
                 assert bool(wheel.getinfo(path).external_attr >> 16 & 0o100) == (identity.mode == "100755"), path
 
 
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.19"])
+def test_the_wheels_of_a_version_differ_in_compiled_files_alone(version: str) -> None:
+    """So that a series over source files cannot mean two things."""
+    tables = []
+    for base, archive in WHEELS:
+        if base.version == version:
+            with zipfile.ZipFile(place_of(base, archive)) as wheel:
+                tables.append(record.entries(wheel.read(f"sglang-{version}.dist-info/RECORD")))
+    paths = {path for table in tables for path in table}
+    differ = {path for path in paths if len({table.get(path) for table in tables}) > 1}
+    assert len(tables) == 8
+    assert differ
+    assert {path for path in differ if not path.endswith(".so")} == {f"sglang-{version}.dist-info/WHEEL"}
+
+
 def test_a_real_wheel_that_pip_installed_is_recognised_and_attested(tmp_path: Path) -> None:
     """pip adds its own lines to RECORD and makes scripts; status works in it, read-only, without special rights."""
     if not (trees.REPOSITORY / "patches" / "pins.lock").exists():
