@@ -18,7 +18,7 @@ BAD = {
     "an IPv6 address": ("an address", "fd00:1:2:3:4:5:" + "6:7"),
     "a short IPv6 address": ("an address", "fe80" + "::1c2:3ff:fe4:5"),
     "an account": ("an account", "mail someone@" + "somewhere.net"),
-    "a host": ("a host", "https://registry." + "internal.corp/simple"),
+    "a host": ("a host", "https:/" + "/registry.internal.corp/simple"),
     "a bucket": ("a host", "s3://" + "models-bucket/x"),
     "a home folder": ("a private path", "see /home/" + "someone/x"),
     "root's folder": ("a private path", "cp /root/" + "x ."),
@@ -29,7 +29,7 @@ BAD = {
     "a cloud key": ("an access token", "AKI" + "A" + "B" * 16),
     "a signed token": ("an access token", "ey" + "J" + "a" * 12 + ".ey" + "J" + "b" * 12 + "." + "c" * 12),
     "a password": ("a credential", 'password = "' + 'hunter2hunter2"'),
-    "a password in a URL": ("a credential in a URL", "https://user:" + "secret@github.com/x"),
+    "a password in a URL": ("a credential in a URL", "https:/" + "/user:secret" + "@github.com/x"),
 }
 GOOD = [
     "127.0.0.1:8000 and 0.0.0.0 and [::1]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -163,6 +164,9 @@ def forked(function: Callable[[], _T], *, unprivileged: bool = False) -> _T:
     Raises:
         Killed: the child ended by a signal.
     """
+    # A child without rights may not be able to read the interpreter's own modules any more.
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        codecs.lookup(encoding)
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

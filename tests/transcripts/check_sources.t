@@ -108,10 +108,10 @@ error: the bundle holds a file that nothing names [orphan]
   next:     name it in patches/series.toml, or delete it
 [1]
 $ rm bundle/patches/prefill/forgotten.patch
-$ echo 'host = "203.0.114.7"' > bundle/notes.txt
+$ printf '\177ELF' > bundle/kernel.so
 $ check_sources.py
 error: the bundle holds something that must not be published [scan]
-  where:    notes.txt:1: an address: 203.0.114.7
+  where:    kernel.so:1: binary: an ELF file
   expected: no address, host, account, token, key, private path or binary
   found:    1 finding(s)
   next:     take it out; history that holds a credential needs the credential revoked
