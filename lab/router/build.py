@@ -417,13 +417,10 @@ def target_bytes(place: Path) -> int:
     return sum(path.stat().st_size for path in (place / "target").rglob("*") if path.is_file())
 
 
-def series_of(library: Path) -> str | None:
-    """The series mark that a built library (or any file that holds one) carries, or None for a stock build."""
-    content = library.read_bytes()
+def series_in(content: bytes) -> str | None:
+    """The series mark that the bytes of a binary hold, or None for a stock build."""
     start = content.find(f"[{MARK} ".encode())
-    if start < 0:
-        return None
-    return content[start : content.index(b"]", start) + 1].decode("ascii")
+    return None if start < 0 else content[start : content.index(b"]", start) + 1].decode("ascii")
 
 
 SERIES_OPTION = click.option(

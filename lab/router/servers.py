@@ -14,6 +14,7 @@ import asyncio
 import json
 import sys
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from aiohttp import web
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/generate")
 WIRE = ("stream", "stream_options", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank")
+# A soak runs for minutes; the last events and rooms are enough.
+KEPT = 20000
 DONE = b"data: [DONE]\n\n"
 # Ways in which P fails; ``hang`` and ``hang_body`` report nothing, all others do.
 FAILURES = (
@@ -73,7 +76,7 @@ class World:
     """The state that all servers of this process share."""
 
     script: Script = field(default_factory=Script)
-    log: list[dict[str, Any]] = field(default_factory=list)
+    log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT))
     active: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
     rooms: dict[int, asyncio.Future[None]] = field(default_factory=dict)
@@ -94,6 +97,8 @@ class World:
     def kv(self, room: int) -> asyncio.Future[None]:
         """The future that P completes for ``room``."""
         if room not in self.rooms:
+            if len(self.rooms) > KEPT:
+                self.rooms.pop(next(iter(self.rooms)))
             self.rooms[room] = asyncio.get_running_loop().create_future()
         return self.rooms[room]
 
@@ -330,7 +335,7 @@ async def control(request: web.Request) -> web.Response:
         world.peak = {key: value for key, value in world.active.items() if value}
         world.rooms = {room: kv for room, kv in world.rooms.items() if not kv.done()}
     return web.json_response(
-        {"script": asdict(world.script), "log": world.log, "active": world.active, "peak": world.peak}
+        {"script": asdict(world.script), "log": list(world.log), "active": world.active, "peak": world.peak}
     )
 
 
