@@ -12,7 +12,7 @@ from patchbundle import plan as plan_module
 from patchbundle.bases import Base
 from patchbundle.diff import FileDiff, Hunk, split_lines
 from patchbundle.errors import BundleError, Reason
-from patchbundle.identity import PLAIN, File, identity_of
+from patchbundle.identity import File, identity_of
 from patchbundle.manifest import Bundle, Patch
 from patchbundle.tree import Tree
 
@@ -225,12 +225,16 @@ def rebase_report(bundle: Bundle, role: str, other: Mapping[str, File]) -> list[
 
 def _fates(patch: Patch, file: FileDiff, tree: dict[str, File | None]) -> list[Fate]:
     old = tree.get(file.path)
-    if old is None and not file.creates:
+    if file.creates:
+        word = "fits" if old is None else "taken"
+        tree[file.path] = old or file.apply(None, patch.file)
+        return [Fate(patch.id, file.path, file.line_no, word)]
+    if old is None:
         return [Fate(patch.id, file.path, file.line_no, "gone")]
-    lines = split_lines(old.data) if old is not None else []
+    lines = split_lines(old.data)
     fates = [_fate(patch, file, hunk, lines) for hunk in file.hunks]
     if all(fate.word in {"fits", "moved"} for fate in fates):
-        tree[file.path] = File(_carried(lines, file, fates), old.mode if old is not None else PLAIN)
+        tree[file.path] = File(_carried(lines, file, fates), old.mode)
     return fates
 
 

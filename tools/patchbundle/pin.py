@@ -82,6 +82,8 @@ def _check_members(bundle: Bundle, base: Base, tree: Mapping[str, File]) -> None
 def _pins(bundle: Bundle, base: Base, members: Mapping[str, File]) -> Pins:
     touched = sorted(plan_module.touched_paths(bundle, base))
     chain = plan_module.levels(bundle, base, {path: members.get(path) for path in touched})
+    # A new file must not stand below a file of the release, or where some file system takes it for one.
+    names.check_together(sorted({*members, *touched}), f"the series of {base.id} on its release")
     there = {folder for path in members for folder in names.parents(path)}
     folders: dict[str, int] = {}
     for level, tree in enumerate(chain):
