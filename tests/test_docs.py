@@ -85,7 +85,10 @@ def options_of(command: click.Command) -> set[str]:
     group = click.Context(cli.apply_cli, **cli.apply_cli.context_settings)
     context = click.Context(command, parent=group)
     return {
-        option for parameter in command.get_params(context) for option in [*parameter.opts, *parameter.secondary_opts]
+        option
+        for parameter in command.get_params(context)
+        if isinstance(parameter, click.Option)
+        for option in [*parameter.opts, *parameter.secondary_opts]
     }
 
 

@@ -8,12 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from patchbundle import __version__, fetch, manifest, pin, scan, transaction, work
+from patchbundle import __version__, author, fetch, manifest, pin, scan, transaction, work
 from patchbundle import target as target_module
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
@@ -381,6 +382,62 @@ def pin_command(report: Report, bundle_path: Path, check: bool, members: bool, o
     if not changed:
         return Exit.NOTHING_TO_DO
     return Exit.REFUSED if check else Exit.DONE
+
+
+@apply_cli.command("refresh")
+@click.argument("patch_id", metavar="ID")
+@click.option("--from", "tree", type=click.Path(path_type=Path), required=True, help="The edited tree, at ID.")
+@_dry
+@verb("refresh")
+def refresh_command(report: Report, bundle_path: Path, patch_id: str, tree: Path, dry_run: bool) -> Exit:
+    """Write the patch ID, and its sources, back from a tree that was edited at that patch. The header is kept."""
+    bundle = manifest.load_unlocked(bundle_path)
+    target = target_module.discover(bundle, root=tree)
+    refreshed = author.refresh(bundle, patch_id, target.root)
+    if not dry_run:
+        author.write(bundle_path, refreshed)
+    report.result["written"] = list(refreshed.written)
+    report.result["unnamed"] = list(refreshed.unnamed)
+    for path in refreshed.written:
+        report.say(f"{'would write' if dry_run else 'written'}: {path}")
+    for source in refreshed.unnamed:
+        report.say(f"not in the series yet: {source}; add it to the sources of {patch_id}")
+    if not refreshed.written:
+        report.say("nothing to do: the patch gives this tree")
+        return Exit.NOTHING_TO_DO
+    report.say("next: tools/apply.py pin")
+    return Exit.DONE
+
+
+@apply_cli.command("rebase-report")
+@click.option(
+    "--role", type=click.Choice(["prefill", "decode", "router"]), required=True, help="The series to look up."
+)
+@click.option(
+    "--release", "version", metavar="VERSION", help="A published release, fetched without a pin.  [default: the newest]"
+)
+@click.option(
+    "--archive", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="An archive on this disk."
+)
+@verb("rebase-report")
+def rebase_command(report: Report, bundle_path: Path, role: str, version: str | None, archive: Path | None) -> Exit:
+    """Tell how each hunk of a series fares on another release. Changes nothing.
+
+    Exit code 0 if everything fits as it stands, 1 if something does not.
+    """
+    if version is not None and archive is not None:
+        raise click.UsageError("give --release or --archive, not both")
+    bundle = manifest.load_unlocked(bundle_path)
+    base = next(base for base in bundle.bases.values() if base.role == role)
+    with fetch.unpinned(base, version) if archive is None else nullcontext(archive) as place:
+        other = dict(fetch.members(place))
+        report.say(f"release: {place.name}")
+    fates = author.rebase_report(bundle, role, other)
+    report.result["fates"] = [vars(fate) for fate in fates]
+    for fate in fates:
+        place_text = f"{fate.path}:{fate.line}" if fate.line else fate.path
+        report.say(f"  {fate.word:<9} {fate.patch}  {place_text}{f'  ({fate.detail})' if fate.detail else ''}")
+    return Exit.DONE if all(fate.word == "fits" for fate in fates) else Exit.REFUSED
 
 
 @apply_cli.command("fetch-base")

@@ -110,35 +110,63 @@ def _verify(place: Path, archive: Archive) -> None:
         )
 
 
+@contextmanager
+def unpinned(base: Base, version: str | None) -> Iterator[Path]:
+    """Another release of a base's distribution for a look, fetched without a pin and kept nowhere; None is the newest.
+
+    Raises:
+        BundleError: NOT_FETCHED.
+    """
+    with tempfile.TemporaryDirectory(prefix="unpinned-") as temporary:
+        folder = Path(temporary)
+        requirement = base.distribution if version is None else f"{base.distribution}=={version}"
+        said = _pip(folder, [requirement], default_archive(base))
+        found = list(folder.iterdir())
+        if len(found) != 1:
+            raise _not_fetched(requirement, requirement, said)
+        yield found[0]
+
+
 def _download(base: Base, archive: Archive, folder: Path) -> Path:
     pins = folder / "pins.txt"
     pins.write_text(f"{base.distribution}=={base.version} --hash=sha256:{archive.sha256}\n", encoding="utf-8")
+    said = _pip(folder, ["--require-hashes", "--requirement", str(pins)], archive)
+    place = folder / archive.filename
+    if place.exists():
+        return place
+    if "hash" in said.lower():
+        raise BundleError(Reason.ARCHIVE, archive.filename, expected=archive.sha256, found=_last_line(said))
+    raise _not_fetched(archive.filename, f"{base.distribution} {base.version}", said)
+
+
+def _pip(folder: Path, what: list[str], like: Archive) -> str:
+    """Let pip download ``what`` into ``folder``, for the interpreter and machine of ``like``; returns what it said."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(pins)]
+    command += ["--no-deps", "--dest", str(folder), *what]
     environment = dict(os.environ)
-    if archive.is_wheel:
-        _, _, python, abi, platform = archive.filename.removesuffix(".whl").split("-")
-        version = f"{python[2:3]}.{python[3:]}"
-        command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", version]
+    if like.is_wheel:
+        _, _, python, abi, platform = like.filename.removesuffix(".whl").split("-")
+        command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", f"{python[2:3]}.{python[3:]}"]
         command += ["--abi", abi, "--platform", platform]
     else:
         command += ["--no-binary=:all:", "--no-build-isolation"]
         # The stub shadows the archive's build backend for this one process.
         environment["PYTHONPATH"] = str(Path(__file__).parent / "nobuild")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    place = folder / archive.filename
-    if done.returncode == 0 and place.exists():
-        return place
-    last = (done.stderr.strip() or "pip said nothing").splitlines()[-1]
-    if "hash" in done.stderr.lower():
-        raise BundleError(Reason.ARCHIVE, archive.filename, expected=archive.sha256, found=last)
-    raise BundleError(
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+
+
+def _not_fetched(where: str, what: str, said: str) -> BundleError:
+    return BundleError(
         Reason.NOT_FETCHED,
-        archive.filename,
-        expected=f"{base.distribution} {base.version} from the package index",
-        found=last,
+        where,
+        expected=f"{what} from the package index",
+        found=_last_line(said),
         next_step="check the network, or put the file into the cache: see docs/reference.md",
     )
+
+
+def _last_line(said: str) -> str:
+    return (said.strip() or "pip said nothing").splitlines()[-1]
 
 
 @contextmanager
