@@ -366,8 +366,10 @@ def test_the_buffer_does_not_change_while_a_slow_transfer_of_a_slice_is_pending(
     world = World()
     plan, buffer = world.plan(240), on.buffer(24 * world.row)
     during: list[bool] = []
+    together = threading.Barrier(3 if custom_pool else 1)
 
     def act(index: int) -> None:
+        together.wait(10)
         before = buffer.buffer.clone()
         time.sleep(0.03 if index % 3 == 0 else 0.001)
         during.append(torch.equal(before, buffer.buffer))
@@ -377,7 +379,7 @@ def test_the_buffer_does_not_change_while_a_slow_transfer_of_a_slice_is_pending(
     assert all(during) and len(during) == len(engine.calls) == (15 if custom_pool else 5)
     assert not engine.torn
     assert world.arrived(plan)
-    assert (engine.most_running > 1) == custom_pool  # else the wait for all of them would prove nothing
+    assert engine.most_running == (3 if custom_pool else 1)
 
 
 def test_the_next_slice_waits_for_the_slowest_of_many_layers(on: Tree) -> None:
@@ -444,20 +446,25 @@ def test_a_slice_that_fails_ends_the_send_and_the_buffers_use(on: Tree, bad: int
 def test_one_failed_layer_of_a_slice_waits_for_its_slow_sibling_and_nothing_is_reused(on: Tree, drain: bool) -> None:
     world = World(lens=(16,) * 8, threads=2)
     plan, buffer, ended = world.plan(96), on.buffer(24 * world.row), threading.Event()
-    sibling_failed = threading.Event()
+    submit, writes = world.executor.submit, []
+
+    def keep(*args: Any) -> Any:
+        writes.append(submit(*args))
+        return writes[-1]
 
     def act(index: int) -> int | None:
-        if index == 1:
-            sibling_failed.set()
         if index == 0:
-            assert sibling_failed.wait(10)
-            time.sleep(0.08)
+            deadline = time.monotonic() + 10
+            while sum(write.done() for write in writes) < 7:
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            time.sleep(0.05)
             ended.set()
         return -3 if index == 1 else None
 
     engine = Engine(act)
     manager = on.manager(world, engine, custom_pool=True, drain=drain)
-    with counts(on) as moved:
+    with mock.patch.object(world.executor, "submit", keep), counts(on) as moved:
         assert on.send(manager, world, plan, buffer) == -3
     assert ended.is_set() and engine.running == 0
     assert not engine.torn
@@ -470,7 +477,7 @@ def test_one_failed_layer_of_a_slice_waits_for_its_slow_sibling_and_nothing_is_r
 def test_a_one_shot_pack_that_returns_early_is_not_overwritten_under_its_sibling(
     on: Tree, base: Tree, gate: bool
 ) -> None:
-    tree, world = (on if gate else base), World(threads=2)
+    tree, world = (on if gate else base), World(lens=(24, 24), threads=2)
     first, second = world.plan(100), world.plan(100)
     buffer, go_on = tree.buffer(9000), threading.Event()
 
@@ -982,6 +989,17 @@ def test_with_the_gate_unset_no_metric_is_made(patched: Root) -> None:
     with mock.patch.dict(Metric.made, clear=True):
         Tree(patched("prefill"))
         assert not [name for name in Metric.made if "research" in name]
+
+
+def test_metrics_are_made_with_the_sender_and_not_at_import_when_the_engine_has_no_folder_for_them_yet(
+    on: Tree,
+) -> None:
+    with mock.patch.dict(Metric.made, clear=True), mock.patch.dict(os.environ, {GATE: "1"}):
+        pack = on.fresh("sglang/srt/research/bounded_pack.py", {})
+        assert not Metric.made
+        with on.active():
+            pack.guarded(len)
+        assert len(Metric.made) == len(pack.COUNTERS.snapshot())
 
 
 @pytest.mark.parametrize("fault", [ImportError, ValueError], ids=["no package", "name taken"])
