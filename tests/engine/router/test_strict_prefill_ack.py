@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def test_a_broken_module_is_caught_by_its_own_tests(module: str, tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bytes, int], str]:
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, bytes, int], str]]:
     """A function that asks the compiled scanner for its verdict on a body cut in pieces of one size."""
     if shutil.which("rustc") is None:
         pytest.skip("no rustc on this machine")
@@ -83,15 +83,16 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bytes, int
     shutil.copy(Path(__file__).parent / "ack_probe.rs", folder)
     command = ["rustc", "--edition", "2021", "-C", "debuginfo=0", "-A", "dead_code", str(folder / "ack_probe.rs")]
     subprocess.run([*command, "-o", str(folder / "probe")], check=True, capture_output=True)
-    process = subprocess.Popen([folder / "probe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([folder / "probe"], text=True, bufsize=1, stdin=pipe, stdout=pipe) as process:
 
-    def ask(kind: str, body: bytes, size: int = 1 << 20) -> str:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{kind} {size} {body.hex()}\n")
-        process.stdin.flush()
-        return process.stdout.readline().strip()
+        def ask(kind: str, body: bytes, size: int = 1 << 20) -> str:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(f"{kind} {size} {body.hex()}\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
 
-    return ask
+        yield ask
 
 
 def refuse(word: str) -> Any:
