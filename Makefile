@@ -15,7 +15,7 @@ help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 roundtrip: $(VENV)/node.stamp ## the main job: every series on its real base, up, attested, and down again byte for byte
-	$(BIN)/python tools/apply.py roundtrip -v
+	$(BIN)/python tools/apply.py roundtrip --each-level -v
 
 test: $(VENV)/test.stamp ## unit, corpus, fault and engine tests
 	$(BIN)/python -m pytest -m "not router and not rig"

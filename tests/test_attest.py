@@ -100,7 +100,7 @@ def test_a_damaged_list_of_members(line: str) -> None:
 def test_the_digest_of_a_tree_sees_bytes_modes_links_and_empty_folders(toy: Toy) -> None:
     def digest() -> str:
         with Tree(toy.tree) as tree:
-            return attest.tree_digest(tree)
+            return attest.tree_digest(attest.survey(tree))
 
     seen = {digest()}
     (toy.tree / TOOL).chmod(0o700)

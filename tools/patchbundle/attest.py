@@ -15,7 +15,8 @@ from patchbundle.state import State
 from patchbundle.tree import Tree
 
 # Build outputs that may lie in a crate without being a part of it.
-_SKIP = frozenset({"__pycache__", "target", ".git"})
+_BYTECODE = frozenset({"__pycache__"})
+_BUILDS = _BYTECODE | {"target", ".git"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,29 @@ class Attestation:
         return not self.missing and not self.changed
 
 
-def attest(tree: Tree, bundle: Bundle, state: State, level: int) -> Attestation:
+@dataclass(frozen=True)
+class Seen:
+    """What a survey keeps of a path: everything but the bytes. ``bits`` are the exact permission bits."""
+
+    identity: Identity
+    bits: int | None
+
+
+Survey = Mapping[str, Seen]
+
+
+def survey(tree: Tree, top: str = "", skip: frozenset[str] = _BYTECODE) -> Survey:
+    """Look at everything below ``top`` once, folders included, those called as in ``skip`` left out."""
+    return {
+        path: Seen(found.identity, found.status.st_mode & 0o7777 if found.status is not None else None)
+        for path, found in tree.walk(top, skip)
+    }
+
+
+def attest(tree: Tree, bundle: Bundle, state: State, level: int, seen: Survey | None = None) -> Attestation:
     """Compare every file of the release with the tree. Pinned paths were compared by ``state`` already.
+
+    ``seen`` is a survey of the tree, if there is one already.
 
     Raises:
         BundleError: NOT_ATTESTED, if the release's own list of files is not to be had or is not the pinned one.
@@ -44,14 +66,10 @@ def attest(tree: Tree, bundle: Bundle, state: State, level: int) -> Attestation:
     archive, expected = _entries_of_crate(bundle, base) if base.is_crate else _entries_of_wheel(tree, state, level)
     pinned = set(state.pins.paths) | {base.receipt}
     top = "" if base.is_crate else base.marker.partition("/")[0]
-    found: dict[str, Identity] = {}
-    extra = []
-    for path, item in tree.walk(top, _SKIP):
-        if item.identity.kind == "folder":
-            continue
-        found[path] = item.identity
-        if path not in expected and path not in pinned:
-            extra.append(path)
+    seen = survey(tree, top, _BUILDS if base.is_crate else _BYTECODE) if seen is None else seen
+    found = {path: item.identity for path, item in seen.items() if item.identity.kind != "folder"}
+    below = f"{top}/" if top else ""
+    extra = [path for path in found if path.startswith(below) and path not in expected and path not in pinned]
     missing, changed = [], []
     for path, (digest, size) in sorted(expected.items()):
         if path in pinned:
@@ -117,11 +135,11 @@ def dump_members(entries: Mapping[str, tuple[str, int]]) -> bytes:
     return "".join(f"{digest} {size} {path}\n" for path, (digest, size) in sorted(entries.items())).encode("utf-8")
 
 
-def tree_digest(tree: Tree) -> str:
-    """One digest of everything below a root: paths, kinds, exact permission bits and bytes. Bytecode is left out."""
+def tree_digest(seen: Survey) -> str:
+    """One digest of everything in a survey: paths, kinds, exact permission bits and bytes."""
     total = hashlib.sha256()
-    for path, found in tree.walk():
-        bits = f"{found.status.st_mode & 0o7777:04o}" if found.status is not None else "-"
-        line = f"{path}\0{found.identity.kind}\0{bits}\0{found.identity.sha256}\n"
+    for path, item in sorted(seen.items()):
+        bits = "-" if item.bits is None else f"{item.bits:04o}"
+        line = f"{path}\0{item.identity.kind}\0{bits}\0{item.identity.sha256}\n"
         total.update(line.encode("utf-8", "surrogateescape"))
     return total.hexdigest()

@@ -332,14 +332,15 @@ def recover_command(report: Report, bundle_path: Path, root: Path, back: bool, d
 
 @apply_cli.command("roundtrip")
 @click.option("--role", type=click.Choice(["prefill", "decode", "router"]), help="Only this role.")
+@click.option("--each-level", is_flag=True, help="Stop, attest and compare at every level, up and down.")
 @click.option("--offline", is_flag=True, help="Take archives from the cache only.")
 @verb("roundtrip")
-def roundtrip_command(report: Report, bundle_path: Path, role: str | None, offline: bool) -> Exit:
-    """Every series on its real base, up and down, attested at each level and compared byte for byte."""
+def roundtrip_command(report: Report, bundle_path: Path, role: str | None, each_level: bool, offline: bool) -> Exit:
+    """Every series on its real base, up and down again, attested and compared byte for byte."""
     scan.check(bundle_path)
     bundle = manifest.load(bundle_path)
     rows = [
-        work.roundtrip(bundle, base, offline=offline, progress=report.progress)
+        work.roundtrip(bundle, base, each_level=each_level, offline=offline, progress=report.progress)
         for base in bundle.bases.values()
         if role in (None, base.role)
     ]

@@ -200,48 +200,68 @@ class Row:
         return self.before == self.reverted and (self.before != self.after) == (self.patches > 0)
 
 
-def roundtrip(bundle: Bundle, base: Base, *, offline: bool = False, progress: Progress = _silent) -> Row:
-    """Fetch, unpack, attest, apply, verify, attest, revert, verify byte for byte.
+def _verified(bundle: Bundle, target: Target, level: int) -> str:
+    """The digest of a tree that stands at ``level`` and is the release but for what the series changes.
 
     Raises:
-        BundleError: whatever fails, and NOT_ATTESTED if the reverted tree is not the first one.
+        BundleError: NOT_EXPECTED or NOT_ATTESTED.
+    """
+    with Tree(target.root) as tree:
+        state = look(bundle, target, tree)
+        if state.require_level(str(target.root)) != level:
+            raise BundleError(
+                Reason.NOT_EXPECTED, str(target.root), expected=state.pins.name_of(level), found=state.level_name
+            )
+        seen = attest.survey(tree)
+        attestation = attest.attest(tree, bundle, state, level, seen)
+    if not attestation.holds or attestation.extra:
+        differ = [*attestation.missing, *attestation.changed, *attestation.extra]
+        raise BundleError(
+            Reason.NOT_ATTESTED, str(target.root), expected=attestation.archive, found=", ".join(differ[:5])
+        )
+    return attest.tree_digest(seen)
+
+
+def roundtrip(
+    bundle: Bundle, base: Base, *, each_level: bool = False, offline: bool = False, progress: Progress = _silent
+) -> Row:
+    """Fetch, unpack, attest, apply, verify, attest, revert, verify byte for byte.
+
+    With ``each_level`` it stops, attests and compares at every level, as an operator may.
+
+    Raises:
+        BundleError: whatever fails, and NOT_ATTESTED if the way down is not through the same trees as the way up.
     """
     archive = fetch.default_archive(base)
     progress(f"{base.id}: fetching {archive.filename}")
     place = fetch.fetch(base, archive, offline=offline)
     began = time.monotonic()
+    pins = bundle.pins(base)
+    top = len(pins.levels)
+    up = list(range(1, top + 1)) if each_level else [top] if top else []
+    digests: dict[int, str] = {}
     with TemporaryDirectory(prefix="roundtrip-") as folder:
         root = Path(folder)
         progress(f"{base.id}: unpacking")
         fetch.unpack(place, root)
         record = f"{base.distribution.replace('-', '_')}-{base.version}.dist-info/RECORD"
         target = Target(root, (base,), base.version, None, None if base.is_crate else record, ())
-        digests: list[str] = []
-        top = len(bundle.series(base.role))
-        # One level at a time up, then down: every interim state is one that an operator may stop at.
-        for level in [0, *range(1, top + 1), *reversed(range(top))]:
-            name = bundle.pins(base).name_of(level)
-            progress(f"{base.id}: at {name}")
-            direction = "apply" if len(digests) <= top else "revert"
-            if level or digests:
-                state, plan = make_plan(bundle, target, direction, name)
+        before = digests[0] = _verified(bundle, target, 0)
+        for direction, levels in (("apply", up), ("revert", [*reversed(up[:-1]), *([0] if up else [])])):
+            for level in levels:
+                progress(f"{base.id}: {direction} to {pins.name_of(level)}")
+                state, plan = make_plan(bundle, target, direction, pins.name_of(level))
                 execute(bundle, target, state, plan)
-            with Tree(root) as tree:
-                state = look(bundle, target, tree)
-                if state.require_level(str(root)) != level:
-                    raise BundleError(Reason.NOT_EXPECTED, str(root), expected=name, found=state.level_name)
-                attestation = attest.attest(tree, bundle, state, level)
-                digests.append(attest.tree_digest(tree))
-            if not attestation.holds or attestation.extra:
-                differ = [*attestation.missing, *attestation.changed, *attestation.extra]
-                raise BundleError(
-                    Reason.NOT_ATTESTED, str(root), expected=archive.filename, found=", ".join(differ[:5])
-                )
-        if digests[: top + 1] != list(reversed(digests[top:])):
-            raise BundleError(
-                Reason.NOT_ATTESTED, str(root), expected="the way down through the same trees as the way up"
-            )
-    pins = bundle.pins(base)
+                after = _verified(bundle, target, level)
+                if digests.setdefault(level, after) != after:
+                    raise BundleError(
+                        Reason.NOT_ATTESTED,
+                        str(root),
+                        expected=f"the tree of {pins.name_of(level)} as on the way up, {digests[level]}",
+                        found=after,
+                    )
+        with Tree(root) as tree:
+            reverted = attest.tree_digest(attest.survey(tree))
     sources = sum(len(patch.sources) for patch in bundle.series(base.role))
     return Row(
         base.role,
@@ -250,8 +270,8 @@ def roundtrip(bundle: Bundle, base: Base, *, offline: bool = False, progress: Pr
         top,
         len(pins.paths) - sources,
         sources,
-        digests[0],
+        before,
         digests[top],
-        digests[-1],
+        reverted,
         time.monotonic() - began,
     )
