@@ -299,6 +299,16 @@ class Bench:
                 return seen, loads
             await asyncio.sleep(0.02)
 
+    async def lag(self) -> float:
+        """Seconds of one question to the router and to each process of servers: what this machine needs for nothing.
+
+        A promise in seconds is one about the router; a test on a busy machine allows this beside it.
+        """
+        begin = time.monotonic()
+        await self.loads()
+        await self.seen()
+        return time.monotonic() - begin
+
     async def ask(
         self,
         body: Mapping[str, Any],
