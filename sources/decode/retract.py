@@ -235,8 +235,8 @@ def _layout(pool: Any) -> Layout:
 def _check_slots(indices: Tensor, layout: Layout) -> None:
     """Refuse slots that are not whole pages of the allocator in token order (the last may be short), or not its own.
 
-    Nothing here depends on the rank, so the ranks of a group refuse together. Costs one wait for the device, where
-    the copy waits anyway.
+    Nothing here depends on the rank, so the ranks of a group refuse together. Costs two waits for the device, where
+    the copy has just waited anyway.
     """
     import torch
 
@@ -250,7 +250,7 @@ def _check_slots(indices: Tensor, layout: Layout) -> None:
     page, end = layout.page, layout.end
     place = torch.arange(count, dtype=indices.dtype, device=indices.device) % page
     _need(torch.equal(indices % page, place), f"slots that fill pages of {page} in token order from a page's start on")
-    low, high = int(indices.min()), int(indices.max())
+    low, high = torch.stack(indices.aminmax()).tolist()
     _need(page <= low and high < end, f"slots from {page} (page 0 is the pad) to {end - 1}, found {low} to {high}")
 
 
