@@ -15,6 +15,8 @@ from lab.rig.ports import HOST
 from lab.rig.tree import REPOSITORY, Tree
 
 READY = "The server is fired up and ready to roll!"
+# Without a warm-up the line above comes before the socket listens.
+LISTENS = "Uvicorn running on"
 IMPORTED = "rig: tree"
 SITE = REPOSITORY / "lab" / "rig" / "standins" / "site"
 # What every engine on a CPU needs; each line says why.
@@ -43,6 +45,8 @@ DSA_FLAGS = (
     "--dsa-topk-backend=torch",
     "--kv-cache-dtype=bfloat16",
 )
+# The real Triton backend, interpreted. One split instead of eight: the interpreter runs the splits one after another.
+MLA_FLAGS = ("--attention-backend=triton", "--triton-attention-num-kv-splits=1")
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def engine_spec(engine: Engine, folder: Path, hooks: Sequence[str] = ("lab.rig.o
         "--disable-cuda-graph",
         "--skip-server-warmup",
     ]
-    argv += DSA_FLAGS if family(engine.model) == "dsa" else ["--attention-backend=torch_native"]
+    argv += DSA_FLAGS if family(engine.model) == "dsa" else MLA_FLAGS
     if engine.mode != "alone":
         argv += [
             f"--disaggregation-mode={engine.mode}",
@@ -148,7 +152,7 @@ def engine_spec(engine: Engine, folder: Path, hooks: Sequence[str] = ("lab.rig.o
         name=engine.name,
         argv=tuple(argv),
         env=env,
-        ready=(READY, IMPORTED),
+        ready=(READY, LISTENS, IMPORTED),
         role=engine.mode,
         port=engine.port,
         tree=str(engine.tree.root),
