@@ -109,6 +109,19 @@ def post(port: int, path: str, body: Mapping[str, Any], timeout: float) -> Any:
         raise OSError(f"status {error.code}: {text}") from error
 
 
+def flush(port: int, limit: float = 60.0) -> None:
+    """Empty the radix cache of the engine on ``port``.
+
+    The engine refuses while a request is still being cleared away, so it is asked to wait for that itself.
+
+    Raises:
+        OSError: it refuses for longer than ``limit`` seconds.
+    """
+    request = urllib.request.Request(f"http://{HOST}:{port}/flush_cache?timeout={limit:.0f}", b"", method="POST")
+    with _OPENER.open(request, timeout=limit + 10):
+        pass
+
+
 def get(port: int, path: str, timeout: float = 10.0) -> Any:
     """Return the JSON answer of a GET."""
     with _OPENER.open(f"http://{HOST}:{port}{path}", timeout=timeout) as answer:

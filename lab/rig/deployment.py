@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -182,6 +183,23 @@ class Deployment:
     def memory(self) -> int:
         """Proportional set size in bytes of all members together."""
         return sum(leash.memory(member["pid"]) for member in self.state()["members"].values())
+
+    def kill(self, name: str) -> None:
+        """Kill the member ``name`` with all its processes; the keeper lets it go without calling it a crash.
+
+        Raises:
+            RigError: kind ``scenario``; there is no such member.
+        """
+        members = self.state()["members"]
+        if name not in members:
+            raise RigError("scenario", f"no member {name!r} to kill")
+        member = members[name]
+        if leash.start_time(member["pid"]) != member["start_time"]:
+            return
+        (self.folder / f"expected-{name}").touch()
+        for pid in [*leash.descendants(member["pid"]), member["pid"]]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def down(self) -> None:
         """End everything that this deployment started, and wait until it is gone."""

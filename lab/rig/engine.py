@@ -45,8 +45,9 @@ DSA_FLAGS = (
     "--dsa-topk-backend=torch",
     "--kv-cache-dtype=bfloat16",
 )
-# The real Triton backend, interpreted. One split instead of eight: the interpreter runs the splits one after another.
-MLA_FLAGS = ("--attention-backend=triton", "--triton-attention-num-kv-splits=1")
+MLA_FLAGS = ("--attention-backend=fa3",)
+# The backend that splits MLA over decode context parallel ranks; its ragged kernel is not stood in for.
+MLA_DCP_FLAGS = ("--attention-backend=flashinfer", "--flashinfer-mla-disable-ragged")
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,10 @@ def engine_spec(engine: Engine, folder: Path, hooks: Sequence[str] = ("lab.rig.o
         "--disable-cuda-graph",
         "--skip-server-warmup",
     ]
-    argv += DSA_FLAGS if family(engine.model) == "dsa" else MLA_FLAGS
+    if family(engine.model) == "dsa":
+        argv += DSA_FLAGS
+    else:
+        argv += MLA_DCP_FLAGS if any(flag.startswith("--dcp-size") for flag in engine.flags) else MLA_FLAGS
     if engine.mode != "alone":
         argv += [
             f"--disaggregation-mode={engine.mode}",

@@ -150,7 +150,7 @@ class Keeper:
         *lines, member.rest = (member.rest + data).split(b"\n")
         for line in lines:
             member.watch.line(line.decode("utf-8", "replace"))
-        if member.watch.fatal and not self.stopping:
+        if member.watch.fatal and not self.stopping and not self._expected(member):
             self._crash(member.spec.name, member.watch.fatal)
         elif member.seconds is None and member.watch.is_ready:
             member.seconds = time.monotonic() - member.began
@@ -164,8 +164,14 @@ class Keeper:
         os.close(member.pidfd)
         self._read_rest(member)
         code = member.process.wait()
+        if self._expected(member):
+            return
         if not self.stopping:
             self._crash(member.spec.name, member.watch.fatal or f"ended with exit status {code}")
+
+    def _expected(self, member: _Running) -> bool:
+        """Whether a scenario announced that it kills this member."""
+        return (self.folder / f"expected-{member.spec.name}").exists()
 
     def _read_rest(self, member: _Running) -> None:
         assert member.process.stdout is not None
