@@ -18,6 +18,7 @@ __all__ = [
     "no_fused_store",
     "no_pdl",
     "plain_rope",
+    "the_cuda_forward",
 ]
 
 YES = True
@@ -85,3 +86,8 @@ def group_without_gpu_communicators(original: Function) -> Function:
 def no_fused_store(*_: Any) -> bool:
     """No: take the indexer's own unfused path."""
     return False
+
+
+def the_cuda_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the indexer's CUDA forward: plain PyTorch and kernel calls, whatever device the tensors are on."""
+    return self.forward_cuda(*args, **kwargs)

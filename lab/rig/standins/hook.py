@@ -13,11 +13,22 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-__all__ = ["Hook", "after", "install", "registered"]
+__all__ = ["Hook", "after", "empty", "install", "registered"]
 
 Hook = Callable[[ModuleType], None]
 
 _HOOKS: dict[str, list[Hook]] = {}
+_EMPTY: set[str] = set()
+
+
+class _Nothing(importlib.abc.Loader):
+    """Makes a module without any content."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        return None
 
 
 class _Loader(importlib.abc.Loader):
@@ -46,6 +57,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in _EMPTY:
+            return importlib.machinery.ModuleSpec(fullname, _Nothing())
         if fullname not in _HOOKS or fullname in self._busy:
             return None
         self._busy.add(fullname)
@@ -82,6 +95,11 @@ def after(name: str) -> Callable[[Hook], Hook]:
         return hook
 
     return register
+
+
+def empty(name: str) -> None:
+    """Answer an import of ``name`` by an empty module: for a compiled library whose loading alone needs a driver."""
+    _EMPTY.add(name)
 
 
 def registered() -> frozenset[str]:

@@ -16,7 +16,7 @@ DECODE = "0.5.17"
 PREFILL = "0.5.19"
 VERSIONS = (DECODE, PREFILL)
 
-How = Literal["replace", "wrap", "add", "set"]
+How = Literal["replace", "wrap", "add", "set", "empty"]
 Kind = Literal["kernel", "device", "check"]
 
 
@@ -29,7 +29,8 @@ class StandIn:
         by: ``module:name`` in this package.
         how: ``replace`` (a function with the same parameters), ``wrap`` (our function receives the target and
             returns what takes its place), ``add`` (the target does not exist on a machine without a GPU),
-            ``set`` (the target's value becomes our object).
+            ``set`` (the target's value becomes our object), ``empty`` (a compiled library: its import is answered by
+            an empty module; then there is no name and nothing of ours).
         kind: ``kernel`` (device code), ``device`` (a call to the device's runtime), ``check`` (a question whether
             there is a GPU; nothing that computes).
         replaces: what does not run.
@@ -64,6 +65,7 @@ _SPECULATIVE = "sgl_kernel.speculative"
 _NO_CPU_OPERATION = "the CUDA build of sgl-kernel holds only the Python wrapper, the operation is in its CPU build"
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 _TRANSFORM = "sglang.kernels.ops.attention.dsa.transform_index"
+_FLASH = ("sglang.kernels.ops.attention.flash_attention", "sgl_kernel.flash_attn")
 _GROUPS = "sglang.srt.distributed.parallel_state"
 _DONE = "work on a CPU is done when its call returns"
 
@@ -162,6 +164,69 @@ TABLE: tuple[StandIn, ...] = (
         "greedy acceptance",
         _NO_CPU_OPERATION,
         "walk the tree along the target's own choices",
+    ),
+    *(
+        StandIn(
+            f"sgl_kernel.{library}:",
+            "",
+            "empty",
+            "check",
+            f"loading of the compiled library {library} of sgl-kernel",
+            "it needs the CUDA driver",
+            "none: the functions over it are stand-ins, named below",
+        )
+        for library in ("flash_ops", "flashmla_ops")
+    ),
+    *(
+        StandIn(
+            f"{place}:flash_attn_with_kvcache",
+            "flash_attention:paged",
+            "wrap",
+            "kernel",
+            "FlashAttention-3 over the paged cache, MHA and absorbed MLA",
+            "CUDA, sm_90",
+            "softmax(scale * (q.k + qv.v)) v in float32, causal, window and softcap as given; natural LSE",
+        )
+        for place in _FLASH
+    ),
+    *(
+        StandIn(
+            f"{place}:flash_attn_varlen_func",
+            "flash_attention:packed",
+            "wrap",
+            "kernel",
+            "FlashAttention-3 over packed keys",
+            "CUDA, sm_90",
+            "the same over packed keys",
+        )
+        for place in _FLASH
+    ),
+    StandIn(
+        "sgl_kernel.flash_attn:get_scheduler_metadata",
+        "flash_attention:no_schedule",
+        "set",
+        "kernel",
+        "the work split of FlashAttention-3",
+        "CUDA",
+        "none; the stand-ins do not split",
+    ),
+    StandIn(
+        "sglang.kernels.ops.attention.pad:seqlens_expand_triton",
+        "tables:seqlens_expand",
+        "replace",
+        "check",
+        "a Triton kernel behind an assertion that its tensors are on CUDA",
+        "the assertion stands in the launching function",
+        "length - new + 1 ... length for each request, never below 0",
+    ),
+    StandIn(
+        "sglang.srt.layers.attention.attention_registry:get_device_capability",
+        "cuda:get_device_capability",
+        "set",
+        "check",
+        "the question for the card before the FlashAttention-3 backend is made, its only use there",
+        "there is no card",
+        "sm_90",
     ),
     StandIn(
         "sgl_kernel.flash_mla:flash_mla_sparse_fwd",
@@ -270,6 +335,26 @@ TABLE: tuple[StandIn, ...] = (
         "the indexer's question for a GPU",
         "its paths behind it are the ones to run",
         "none",
+    ),
+    StandIn(
+        f"{_INDEXER}:Indexer.forward_native",
+        "checks:the_cuda_forward",
+        "add",
+        "check",
+        "the choice of the indexer's forward by platform",
+        "the class has one forward for every platform that can run it, the CUDA one",
+        "none: the indexer's own forward_cuda runs",
+        versions=(DECODE,),
+    ),
+    StandIn(
+        f"{_INDEXER}:Indexer.forward_native",
+        "checks:the_cuda_forward",
+        "replace",
+        "check",
+        "the choice of the indexer's forward by platform",
+        "the class has one forward for every platform that can run it, the CUDA one; this one only raises",
+        "none: the indexer's own forward_cuda runs",
+        versions=(PREFILL,),
     ),
     StandIn(
         f"{_INDEXER}:can_use_dsa_fused_store",

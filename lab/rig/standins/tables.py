@@ -1,6 +1,6 @@
-"""Stand-ins for the Triton kernels that turn selected positions into slots, for widths they do not accept.
+"""Stand-ins for Triton kernels around the page tables, where their launching functions refuse a CPU.
 
-The real kernels are compiled for 2048 selected positions. With exactly that many they run, interpreted; a tiny
+The kernels that turn selected positions into slots are compiled for 2048 selected positions. With exactly that many they run, interpreted; a tiny
 model that selects fewer goes through the formulas here.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["decode_slots", "prefill_slots", "slots_of"]
+__all__ = ["decode_slots", "prefill_slots", "seqlens_expand", "slots_of"]
 
 KERNEL_WIDTH = 2048
 
@@ -88,3 +88,22 @@ def prefill_slots(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return out
 
     return transform_index_page_table_prefill_fast
+
+
+def seqlens_expand(extend_seq_lens: Tensor, seq_lens: Tensor, total_len: int, max_q_len: int) -> Tensor:
+    """The number of keys that each new row may see.
+
+    A request with ``n`` new rows and ``L`` keys gives ``L - n + 1, ..., L``, never below 0 (padded rows).
+
+    Args:
+        extend_seq_lens, seq_lens: [B] int. total_len: the sum of the first.
+
+    Returns:
+        [total_len] int32.
+    """
+    out = torch.zeros(total_len, dtype=torch.int32)
+    filled = 0
+    for new, length in zip(extend_seq_lens.tolist(), seq_lens.tolist(), strict=True):
+        out[filled : filled + new] = torch.arange(length - new + 1, length + 1, dtype=torch.int32).clamp_min(0)
+        filled += new
+    return out

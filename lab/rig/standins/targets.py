@@ -65,7 +65,15 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return names
 
 
+def _library(module: str, roots: list[str | Path]) -> bool:
+    """Whether a compiled library of this dotted name lies in one of the roots."""
+    *package, name = module.split(".")
+    return any(any(Path(root, *package).glob(f"{name}.*so")) for root in roots)
+
+
 def _problem(entry: StandIn, roots: list[str | Path]) -> str | None:
+    if entry.how == "empty":
+        return None if _library(entry.module, roots) else f"{entry.target}: no compiled library {entry.module}"
     ours = _HERE / (entry.by.partition(":")[0] + ".py")
     mine = _find(ast.parse(ours.read_bytes()), entry.by.partition(":")[2])
     if not mine:
@@ -75,7 +83,12 @@ def _problem(entry: StandIn, roots: list[str | Path]) -> str | None:
     path = _file(entry.module, roots)
     if path is None:
         return f"{entry.target}: no module {entry.module}"
-    theirs = _find(ast.parse(path.read_bytes()), entry.name)
+    source = ast.parse(path.read_bytes())
+    theirs = _find(source, entry.name)
+    if entry.how == "add":
+        # A module may define it in a branch that is not taken here; its class must be there.
+        outer = entry.name.rpartition(".")[0]
+        return None if not outer or _find(source, outer) else f"{entry.target}: no {outer}"
     if not theirs:
         return f"{entry.target} is missing"
     if entry.how == "replace":
