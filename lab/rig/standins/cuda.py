@@ -16,10 +16,12 @@ __all__ = [
     "Event",
     "Stream",
     "current_stream",
+    "default_stream",
     "get_device_capability",
-    "no_operation",
     "record_stream",
+    "set_device",
     "stream",
+    "synchronize",
 ]
 
 CAPABILITY = (9, 0)
@@ -97,6 +99,11 @@ def current_stream(device: Any = None) -> Stream:
     return _ONLY
 
 
+def default_stream(device: Any = None) -> Stream:
+    """The only stream there is. A function of its own: torch refuses one function under two names."""
+    return _ONLY
+
+
 @contextmanager
 def stream(stream: Any) -> Iterator[None]:
     """Run the block as it is: one stream is as good as another."""
@@ -108,8 +115,12 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     return CAPABILITY
 
 
-def no_operation(*_: Any, **__: Any) -> None:
-    """Do nothing: there is one device and its work is done."""
+def synchronize(device: Any = None) -> None:
+    """Return at once: the device's work is done."""
+
+
+def set_device(device: Any) -> None:
+    """Do nothing: there is one device."""
 
 
 def record_stream(self: Any, s: Any) -> None:

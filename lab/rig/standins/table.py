@@ -96,10 +96,10 @@ TABLE: tuple[StandIn, ...] = (
     _cuda("cuda.Event", "Event", "CUDA events", "an event is reached as soon as it is recorded"),
     _cuda("cuda.Stream", "Stream", "CUDA streams", "one stream, in the order of the calls"),
     _cuda("cuda.current_stream", "current_stream", "the current stream"),
-    _cuda("cuda.default_stream", "current_stream", "the default stream"),
+    _cuda("cuda.default_stream", "default_stream", "the default stream"),
     _cuda("cuda.stream", "stream", "choosing a stream"),
-    _cuda("cuda.synchronize", "no_operation", "waiting for the device"),
-    _cuda("cuda.set_device", "no_operation", "choosing a device", "one device"),
+    _cuda("cuda.synchronize", "synchronize", "waiting for the device"),
+    _cuda("cuda.set_device", "set_device", "choosing a device", "one device"),
     _cuda("cuda.get_device_capability", "get_device_capability", "asking for the card", "sm_90"),
     _cuda("Tensor.record_stream", "record_stream", "keeping memory for another stream"),
     StandIn(
