@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["dequantize_rows", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata", "quantize_rows"]
+__all__ = [
+    "dequantize_rows",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "quantize_rows",
+    "quantize_separate",
+]
 
 FP8_ROW_BYTES = 656
 _NOPE = 512
@@ -36,8 +43,10 @@ def quantize_rows(rows: Tensor) -> Tensor:
         [T, 656] uint8.
     """
     tiles = rows[:, :_NOPE].float().reshape(-1, _TILES, _TILE)
-    scale = tiles.abs().amax(-1).clamp_min(1e-4) / _FP8_MAX
-    packed = (tiles / scale[..., None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    scale = tiles.abs().amax(-1) / _FP8_MAX
+    # The kernel has no floor under its scale. A tile of zeros reads back as zeros, whatever its bytes.
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    packed = (tiles * inverse[..., None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
     return torch.cat(
         [
             packed.reshape(-1, _NOPE).view(torch.uint8),
@@ -46,6 +55,26 @@ def quantize_rows(rows: Tensor) -> Tensor:
         ],
         dim=1,
     )
+
+
+def quantize_separate(k_nope: Tensor, k_rope: Tensor, tile_size: int = 128) -> tuple[Tensor, Tensor]:
+    """Pack rows whose two parts come apart, as the engine's pool stores them.
+
+    Args:
+        k_nope: [T, 512] or [T, 1, 512] float. k_rope: [T, 64] or [T, 1, 64] float.
+
+    Returns:
+        [T, 1, 528] uint8 (values, then scales) and [T, 1, 128] uint8 (bf16 bytes).
+
+    Raises:
+        ValueError: another tile size or widths.
+    """
+    rows = torch.cat([part.reshape(-1, part.shape[-1]).to(torch.bfloat16) for part in (k_nope, k_rope)], dim=1)
+    if tile_size != _TILE or k_nope.shape[-1] != _NOPE or rows.shape[1] != _NOPE + 64:
+        raise ValueError(f"tiles of {tile_size}, parts of {k_nope.shape[-1]} and {k_rope.shape[-1]}")
+    packed = quantize_rows(rows)[:, None]
+    split = _NOPE + 4 * _TILES
+    return packed[..., :split].contiguous(), packed[..., split:].contiguous()
 
 
 def dequantize_rows(cache: Tensor) -> Tensor:
