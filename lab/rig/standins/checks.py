@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "YES",
     "allow_overlap",
+    "full_tree_mask",
     "group_without_gpu_communicators",
     "is_cuda",
     "load_nothing",
@@ -44,6 +45,15 @@ def no_pdl() -> bool:
 
 def allow_overlap(server_args: Any) -> None:
     """Leave the overlap scheduler on. The stock function switches it off on a CPU when speculation is on."""
+
+
+def full_tree_mask(original: Function) -> Function:
+    """Wrap the choice of the tree mask's form: the full one, over all keys, as on a GPU."""
+
+    def default_tree_mask_mode() -> Any:
+        return original.__globals__["TreeMaskMode"].FULL_MASK
+
+    return default_tree_mask_mode
 
 
 def plain_rope(original: Function) -> Function:

@@ -80,12 +80,15 @@ def apply(entry: StandIn, module: ModuleType) -> None:
     elif not exists:
         raise StandInMoved(f"{entry.target} is missing")
     if entry.how == "wrap":
-        ours = functools.wraps(getattr(holder, last))(ours(getattr(holder, last)))
+        theirs = getattr(holder, last)
+        ours = ours(theirs)
+        if inspect.isfunction(ours):
+            functools.update_wrapper(ours, theirs)
     elif entry.how == "replace":
-        theirs, mine = _parameters(getattr(holder, last)), _parameters(ours)
+        expected, mine = _parameters(getattr(holder, last)), _parameters(ours)
         # A registered custom operation hides its parameters; the tree was checked before (targets).
-        if theirs not in (mine, ["args", "kwargs"]):
-            raise StandInMoved(f"{entry.target} takes {theirs}, its stand-in takes {mine}")
+        if expected not in (mine, ["args", "kwargs"]):
+            raise StandInMoved(f"{entry.target} takes {expected}, its stand-in takes {mine}")
     setattr(holder, last, ours)
 
 

@@ -66,6 +66,7 @@ _NO_CPU_OPERATION = "the CUDA build of sgl-kernel holds only the Python wrapper,
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 _TRANSFORM = "sglang.kernels.ops.attention.dsa.transform_index"
 _FLASH = ("sglang.kernels.ops.attention.flash_attention", "sgl_kernel.flash_attn")
+_FLASHINFER_MLA = "sglang.srt.layers.attention.flashinfer_mla_backend"
 _GROUPS = "sglang.srt.distributed.parallel_state"
 _DONE = "work on a CPU is done when its call returns"
 
@@ -218,6 +219,38 @@ TABLE: tuple[StandIn, ...] = (
             "the same over packed keys",
         )
         for place in _FLASH
+    ),
+    *(
+        StandIn(
+            f"{_FLASHINFER_MLA}:{name}",
+            f"flashinfer_mla:{name}",
+            "add",
+            "kernel",
+            what,
+            "CUDA; not even imported without a GPU",
+            maths,
+        )
+        for name, what, maths in (
+            (
+                "BatchMLAPagedAttentionWrapper",
+                "paged MLA attention of FlashInfer",
+                "softmax over a request's own rows in float32; LSE in base 2, -inf for a row without keys",
+            ),
+            (
+                "BatchPrefillWithRaggedKVCacheWrapper",
+                "ragged attention of FlashInfer",
+                "an error: start with --flashinfer-mla-disable-ragged",
+            ),
+        )
+    ),
+    StandIn(
+        f"{_FLASHINFER_MLA}:torch",
+        "flashinfer_mla:host_torch",
+        "wrap",
+        "device",
+        "device memory of the index buffers of the FlashInfer MLA backend",
+        'asked for as device="cuda"',
+        "host memory",
     ),
     StandIn(
         "sgl_kernel.flash_attn:get_scheduler_metadata",
@@ -420,6 +453,15 @@ TABLE: tuple[StandIn, ...] = (
         "none",
     ),
     StandIn(
+        "sglang.srt.speculative.eagle_utils:default_tree_mask_mode",
+        "checks:full_tree_mask",
+        "wrap",
+        "check",
+        "the mask form of the CPU's own attention kernel",
+        "that kernel is not what runs; the backends that run read the form of the GPU kernels",
+        "none",
+    ),
+    StandIn(
         f"{_GROUPS}:is_cuda",
         "checks:is_cuda",
         "set",
@@ -427,6 +469,18 @@ TABLE: tuple[StandIn, ...] = (
         "the platform check of decode context parallelism, its only use there",
         "the collectives behind it run over gloo",
         "none",
+    ),
+    *(
+        StandIn(
+            f"{_GROUPS}:reg_{name}",
+            f"groups:{name}",
+            "replace",
+            "check",
+            "the registration of a collective as a custom operation",
+            "it is registered for CUDA tensors only",
+            "none: the group's own function behind it, over gloo",
+        )
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
     ),
     StandIn(
         f"{_GROUPS}:GroupCoordinator.__init__",
