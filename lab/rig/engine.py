@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lab.rig import cache
+from lab.rig import cache, faults, standins
 from lab.rig.errors import RigError
 from lab.rig.member import Spec
 from lab.rig.ports import HOST
@@ -18,23 +18,12 @@ READY = "The server is fired up and ready to roll!"
 # Without a warm-up the line above comes before the socket listens.
 LISTENS = "Uvicorn running on"
 IMPORTED = "rig: tree"
-SITE = REPOSITORY / "lab" / "rig" / "standins" / "site"
-# What every engine on a CPU needs; each line says why.
-CPU_ENVIRONMENT: dict[str, str] = {
-    "SGLANG_USE_CPU_ENGINE": "1",  # the wheel's switch for a machine without a GPU
-    "TRITON_INTERPRET": "1",  # the engine's own Triton kernels run on CPU tensors
-    "TORCHDYNAMO_DISABLE": "1",  # a compiler in every process would cost minutes
-    "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",  # the fused indexer is CUDA only
-    "SGLANG_DSA_FUSE_TOPK": "0",  # so is the fused top-k
-    "SGLANG_OPT_USE_TOPK_V2": "0",
-    "HF_HUB_OFFLINE": "1",  # nothing is downloaded
-    "TRANSFORMERS_OFFLINE": "1",
-    "MC_FORCE_TCP": "1",  # the transfer engine without RDMA
-    "OMP_NUM_THREADS": "1",  # same order of additions in every run
-    "NO_PROXY": HOST,
-    "no_proxy": HOST,
+# What the harness adds to the stand-ins' own list; each line says why.
+ENVIRONMENT: dict[str, str] = {
+    "TRANSFORMERS_OFFLINE": "1",  # nothing is downloaded
+    "MKL_CBWR": "COMPATIBLE",  # the same sums whatever the alignment of a buffer
     "PYTHONUNBUFFERED": "1",
-    "PATCHBUNDLE_RIG_LEASH": "1",  # schedulers end with their parent, see the stand-ins' sitecustomize
+    "PATCHBUNDLE_RIG_LEASH": "1",  # every process of an engine ends with its parent
 }
 # Names that must not reach an engine from the caller's shell: they change what runs.
 _DROP = ("SGLANG_", "SMG_", "PYTHON", "TRITON_", "TORCH", "MC_", "PATCHBUNDLE_RIG_", "OMP_", "CUDA_")
@@ -111,10 +100,13 @@ def engine_spec(engine: Engine, folder: Path, hooks: Sequence[str] = ("lab.rig.o
     The tree comes first on PYTHONPATH, so it wins over the release installed in the environment, and the observer ends
     the process if a single module of the engine came from elsewhere.
     """
+    if engine.env.get(faults.VARIABLE):
+        hooks = (*hooks, faults.HOOK)
     env = {
         **clean_environment(),
-        **CPU_ENVIRONMENT,
-        "PYTHONPATH": python_path(engine.tree.root, SITE, REPOSITORY),
+        **standins.environment(engine.tree.version),
+        **ENVIRONMENT,
+        "PYTHONPATH": python_path(engine.tree.root, standins.SITE, REPOSITORY),
         # Bytecode goes to the cache: a tree is run as it stands and is left as it stood.
         "PYTHONPYCACHEPREFIX": str(cache.root() / "bytecode" / engine.tree.version),
         "TMPDIR": str(folder / "tmp"),

@@ -124,29 +124,45 @@ def _prefill_cached(results: Results, names: Sequence[str]) -> float:
     return sum(answer.prefill_cached for answer in answers)
 
 
+def _decode_cached(results: Results, names: Sequence[str]) -> float:
+    found = _events(results, names[0], "decode", "prefix")
+    if not found:
+        raise NothingToMeasure(f"{names[0]}: D looked nothing up in its cache")
+    # A request may be looked up again while it waits for room: its last look-up counts.
+    return sum({values["rid"]: int(values["tokens"]) for values in found}.values())
+
+
 def _events(results: Results, name: str, side: str, event: str) -> list[Mapping[str, str]]:
     result = results[name.partition(".")[0]]
     engine = result.prefill if side == "prefill" else result.decode
     return [values for kind, values in result.events.get(engine, ()) if kind == event]
 
 
-def _transfers(results: Results, name: str) -> list[Mapping[str, str]]:
-    found = _events(results, name, "prefill", "transfer")
+def _transfers(results: Results, name: str, kind: str) -> list[Mapping[str, str]]:
+    found = [values for values in _events(results, name, "prefill", "transfer") if values["kind"] == kind]
     if not found:
-        raise NothingToMeasure(f"{name}: no transfer was seen")
+        raise NothingToMeasure(f"{name}: no transfer of {kind} was seen")
     return found
 
 
 def _blocks(results: Results, names: Sequence[str]) -> float:
-    return max(int(values["blocks"]) for values in _transfers(results, names[0]))
+    return max(int(values["blocks"]) for values in _transfers(results, names[0], "kv"))
 
 
 def _bytes(results: Results, names: Sequence[str]) -> float:
-    return sum(int(values["bytes"]) for values in _transfers(results, names[0]))
+    return sum(int(values["bytes"]) for values in _transfers(results, names[0], "kv"))
+
+
+def _index_bytes(results: Results, names: Sequence[str]) -> float:
+    return sum(int(values["bytes"]) for values in _transfers(results, names[0], "state"))
 
 
 def _transfer_calls(results: Results, names: Sequence[str]) -> float:
-    return len(_transfers(results, names[0]))
+    return len(_transfers(results, names[0], "kv"))
+
+
+def _saved_bytes(results: Results, names: Sequence[str]) -> float:
+    return _bytes(results, names[:1]) - _bytes(results, names[1:])
 
 
 def _lost(results: Results, names: Sequence[str]) -> float:
@@ -174,11 +190,14 @@ MEASURES: dict[str, Measure] = {
     "done": Measure("requests that brought text", 1, _done),
     "accept": Measure("tokens a verification step", 1, _accept),
     "retractions": Measure("retractions of all requests", 1, _retractions),
-    "cached": Measure("prompt tokens that D, or an engine alone, found in its cache", 1, _cached),
+    "cached": Measure("prompt tokens reported as cached (by a D: what P found)", 1, _cached),
+    "decode_cached": Measure("prompt tokens that D found in its own cache", 1, _decode_cached),
     "prefill_cached": Measure("prompt tokens that P found in its cache", 1, _prefill_cached),
     "blocks": Measure("blocks of P's largest transfer call", 1, _blocks),
-    "bytes": Measure("bytes that P sent, KV and index together", 1, _bytes),
-    "transfer_calls": Measure("transfer calls of P", 1, _transfer_calls),
+    "bytes": Measure("bytes of KV that P sent", 1, _bytes),
+    "index_bytes": Measure("bytes of index keys that P sent", 1, _index_bytes),
+    "saved_bytes": Measure("bytes of KV of the first send minus those of the second", 2, _saved_bytes),
+    "transfer_calls": Measure("transfer calls of P with KV", 1, _transfer_calls),
     "lost": Measure("accepted tokens thrown away at retractions", 1, _lost),
     "rows_behind": Measure("committed rows minus saved rows at a retraction, the largest", 1, _rows_behind),
     "seconds": Measure("seconds of the slowest request", 1, _seconds),

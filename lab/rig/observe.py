@@ -6,8 +6,10 @@ and holds ``key=value`` pairs, so that a scenario reads numbers from the log and
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -82,13 +84,40 @@ def _watch_lost_results(module: ModuleType) -> None:
 @after("sglang.srt.disaggregation.mooncake.conn")
 def _watch_transfer(module: ModuleType) -> None:
     manager: Any = module.MooncakeKVManager
+    kind = threading.local()
     transfer = manager._transfer_data
 
     def transfer_data(self: Any, session: Any, blocks: Any) -> Any:
-        say("transfer", blocks=len(blocks), bytes=sum(int(block[2]) for block in blocks))
+        size = sum(int(block[2]) for block in blocks)
+        say("transfer", kind=getattr(kind, "now", "kv"), blocks=len(blocks), bytes=size)
         return transfer(self, session, blocks)
 
     manager._transfer_data = transfer_data
+    # What is not KV is sent by functions of its own, on the same thread.
+    for name, word in (("send_aux", "aux"), ("maybe_send_extra", "state")):
+        stock = getattr(manager, name)
+
+        def tagged(self: Any, *args: Any, _stock: Any = stock, _word: str = word, **kwargs: Any) -> Any:
+            kind.now = _word
+            try:
+                return _stock(self, *args, **kwargs)
+            finally:
+                kind.now = "kv"
+
+        setattr(manager, name, functools.wraps(stock)(tagged))
+
+
+@after("sglang.srt.disaggregation.decode")
+def _watch_decode_prefix(module: ModuleType) -> None:
+    queue: Any = module.DecodePreallocQueue
+    match = queue._match_prefix_and_lock
+
+    def match_prefix_and_lock(self: Any, request: Any) -> Any:
+        found = match(self, request)
+        say("prefix", rid=request.rid, tokens=len(found.prefix_indices))
+        return found
+
+    queue._match_prefix_and_lock = match_prefix_and_lock
 
 
 @after("sglang.srt.disaggregation.common.staging_buffer")

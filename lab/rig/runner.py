@@ -140,7 +140,7 @@ def start(
     say: Say = lambda text: None,
     only: set[str] | None = None,
     extra_env: Mapping[str, Mapping[str, str]] | None = None,
-    ports_for: Sequence[int] = (),
+    ports_for: Mapping[str, int] | None = None,
     limit: float = 600.0,
 ) -> Running:
     """Start a boot and wait until all of it is ready.
@@ -149,7 +149,7 @@ def start(
         router: which router, see ``engine.router_package``.
         only: names of the members that are needed; all when ``None``.
         extra_env: for single engines, variables beyond those of the boot's file (planted faults).
-        ports_for: ports to use instead of free ones, in order: engines' and then routers'.
+        ports_for: ports to use instead of free ones, by the name of the member.
 
     Raises:
         RigError: kinds ``memory``, ``port``, ``environment``, ``crash`` and others.
@@ -161,9 +161,10 @@ def start(
     pythons = {role: environment.ensure(RELEASES[role], say) for role in sorted(roles)}
     folder = deployment.new_folder(boot.name)
     chosen = ports.free(2 * len(parts) + 2 * len(routers))
-    for place, port in enumerate(ports_for):
-        ports.need_free(port)
-        chosen[2 * place] = port
+    for place, name in enumerate(part.name for part in (*parts, *routers)):
+        if ports_for and name in ports_for:
+            ports.need_free(ports_for[name])
+            chosen[2 * place] = ports_for[name]
     engines: dict[str, engine.Engine] = {}
     specs = []
     for index, part in enumerate(parts):
@@ -231,6 +232,27 @@ def do_send(running: Running, send: Send) -> Result:
     return Result(tuple(answers), events, prefill, decode)
 
 
+def chat(port: int, text: str, new: int) -> str:
+    """Ask through the chat interface, so that the model's template and tokenizer run; return the text.
+
+    Raises:
+        RigError: kind ``request``; there is no answer.
+    """
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": new,
+        "ignore_eos": True,
+    }
+    try:
+        answer = client.post(port, "/v1/chat/completions", body, 120.0)
+        content: str = answer["choices"][0]["message"]["content"]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise RigError("request", f"no chat answer: {error}") from error
+    return content
+
+
 def judge(scenario: Scenario, results: Mapping[str, Result]) -> list[Line]:
     """One line for each thing that must hold."""
     lines = []
@@ -240,7 +262,7 @@ def judge(scenario: Scenario, results: Mapping[str, Result]) -> list[Line]:
         except (NothingToMeasure, KeyError, ValueError) as error:
             lines.append(Line(scenario.name, hold.text, None, False, str(error)))
             continue
-        lines.append(Line(scenario.name, hold.text, round(value, 6), hold.compare(value)))
+        lines.append(Line(scenario.name, hold.text, value, hold.compare(value)))
     return lines
 
 

@@ -15,6 +15,7 @@ from lab.rig.errors import RigError
 
 RELEASES = {"prefill": "0.5.19", "decode": "0.5.17"}
 REPOSITORY = Path(__file__).resolve().parents[2]
+_LEVEL = re.compile(r"^holds:.*at level \d+ \((.+)\)$", re.MULTILINE)
 _VERSION = re.compile(r"""^\s*(?:__version__\s*=\s*)?version\s*(?::\s*str\s*)?=\s*['"]([^'"]+)['"]""", re.MULTILINE)
 
 
@@ -55,7 +56,7 @@ def find(role: str, root: Path) -> Tree:
     return Tree(role, root, version)
 
 
-def _record_differences(tree: Tree) -> list[str]:
+def record_differences(tree: Tree) -> list[str]:
     """Paths of the tree that are not as the wheel's own RECORD says; compiled bytecode is left out."""
     records = list(tree.root.glob(f"sglang-{tree.version}.dist-info/RECORD"))
     if not records:
@@ -83,8 +84,10 @@ def _record_differences(tree: Tree) -> list[str]:
     return wrong
 
 
-def recognise(tree: Tree, allow_drift: bool) -> str:
-    """Say at which state the tree stands: what the bundle's own checker says, or ``base`` by the wheel's RECORD.
+def recognise(tree: Tree, allow_drift: bool, checker: Path = REPOSITORY / "tools" / "check_sources.py") -> str:
+    """Say at which level the tree stands, by the bundle's own checker: ``base``, or the id of its last patch.
+
+    A tree whose every file is as the wheel's own RECORD says is ``base`` without asking.
 
     Args:
         allow_drift: go on with a tree that is not recognised.
@@ -92,22 +95,17 @@ def recognise(tree: Tree, allow_drift: bool) -> str:
     Raises:
         RigError: kind ``drift``; the tree is not one the bundle knows and ``allow_drift`` is not set.
     """
-    wrong = _record_differences(tree)
-    if not wrong:
+    wrong = record_differences(tree)
+    if not wrong and not tree.researched:
         return "base"
-    checker = REPOSITORY / "tools" / "check_sources.py"
+    told = "; ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
     if checker.is_file():
-        done = subprocess.run(
-            [sys.executable, str(checker), "target", "--role", tree.role, "--root", str(tree.root)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode == 0:
-            return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "recognised"
-        told = (done.stdout + done.stderr).strip()
-    else:
-        told = "; ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        argv = [sys.executable, str(checker), "--role", tree.role, "--root", str(tree.root), "--full"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        level = _LEVEL.search(done.stdout)
+        if done.returncode == 0 and level is not None:
+            return level.group(1)
+        told = (done.stderr or done.stdout).strip() or told
     if allow_drift:
         return "drifted, allowed"
     raise RigError("drift", f"{tree.root} is not a known state of {tree.role}: {told}. Use --allow-drift to run it")
