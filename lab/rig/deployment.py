@@ -154,15 +154,22 @@ class Deployment:
         self.down()
         raise RigError("crash", f"not ready within {limit:.0f} s")
 
-    def check(self) -> None:
+    def check(self, wait: float = 0.0) -> None:
         """Raise when a member was lost meanwhile.
+
+        Args:
+            wait: seconds to give the keeper, which may learn of a loss later than the client whose connection broke.
 
         Raises:
             RigError: kind ``crash``.
         """
+        if wait and self.keeper is not None:
+            # Its end is what says that something was lost.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.keeper.wait(wait)
         state = self.state()
-        if state["phase"] == "crashed":
-            raise RigError("crash", state["reason"], tuple(state["tail"]))
+        if state["phase"] in ("crashed", "lost"):
+            raise RigError("crash", state["reason"] or "the keeper is gone", tuple(state["tail"]))
 
     def log(self, name: str) -> str:
         """The whole log of the member ``name`` so far."""

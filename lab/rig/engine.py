@@ -18,6 +18,8 @@ READY = "The server is fired up and ready to roll!"
 # Without a warm-up the line above comes before the socket listens.
 LISTENS = "Uvicorn running on"
 IMPORTED = "rig: tree"
+# Imported in every engine process, in this order.
+HOOKS = ("lab.rig.serial", "lab.rig.observe")
 # What the harness adds to the stand-ins' own list; each line says why.
 ENVIRONMENT: dict[str, str] = {
     "TRANSFORMERS_OFFLINE": "1",  # nothing is downloaded
@@ -94,7 +96,7 @@ def python_path(*folders: Path) -> str:
     return os.pathsep.join(str(folder) for folder in folders)
 
 
-def engine_spec(engine: Engine, folder: Path, hooks: Sequence[str] = ("lab.rig.observe",)) -> Spec:
+def engine_spec(engine: Engine, folder: Path, hooks: Sequence[str] = HOOKS) -> Spec:
     """The member that starts ``engine``; ``folder`` is the deployment's own, for temporary files.
 
     The tree comes first on PYTHONPATH, so it wins over the release installed in the environment, and the observer ends

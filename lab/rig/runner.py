@@ -224,7 +224,7 @@ def do_send(running: Running, send: Send) -> Result:
     requests = [client.Request(prompt, send.new, str(index)) for index, prompt in enumerate(prompts)]
     running.deployment.mark()
     answers = client.send_all(route, requests, send.together, send.timeout)
-    running.deployment.check()
+    running.deployment.check(wait=5.0 if any(answer.error for answer in answers) else 0.0)
     events = {
         name: [(event.name, event.values) for event in running.deployment.events(name)]
         for name in {prefill, decode} - {""}
