@@ -6,11 +6,12 @@ Scenarios whose engines take the same arguments share a boot, since starting the
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from lab.rig import models
 from lab.rig.errors import RigError

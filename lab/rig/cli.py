@@ -12,11 +12,12 @@ from typing import Any
 
 import click
 
-from lab.rig import deployment, environment, faults, lists, runner, table, trees
 from lab.rig import boot as boots
+from lab.rig import deployment, environment, faults, lists, runner, table, trees
 from lab.rig import scenario as scenarios
 from lab.rig.client import Request, Route, prompts, send_all
 from lab.rig.errors import RigError
+from lab.rig.keeper import STATE
 from lab.rig.lists import Entry
 from lab.rig.tree import Tree
 
@@ -122,7 +123,7 @@ def _as_they_stand(
 
 
 def _run_folder(name: str | None) -> Path:
-    folders = sorted(folder for folder in deployment.runs_folder().glob("*") if (folder / deployment.STATE).is_file())
+    folders = sorted(folder for folder in deployment.runs_folder().glob("*") if (folder / STATE).is_file())
     if name is not None:
         chosen = [folder for folder in folders if folder.name == name]
     else:
@@ -153,9 +154,7 @@ def up(
     which = boots.load(boot_name)
     found = _as_they_stand(output, which, prefill_root, decode_root, allow_drift)
     router_port = {which.routers[0].name: port} if port and which.routers else {}
-    running = runner.start(
-        which, found, router, tied=False, say=output.progress, ports_for=router_port, limit=limit
-    )
+    running = runner.start(which, found, router, tied=False, say=output.progress, ports_for=router_port, limit=limit)
     folder = running.deployment.folder
     output.result = {"run": folder.name, "logs": str(folder / "logs"), **running.deployment.state()}
     output.say(f"run {folder.name}, logs in {folder / 'logs'}")
@@ -172,7 +171,7 @@ def status(output: Output, run: str | None) -> int:
     folders = (
         [_run_folder(run)]
         if run
-        else sorted(folder for folder in deployment.runs_folder().glob("*") if (folder / deployment.STATE).is_file())
+        else sorted(folder for folder in deployment.runs_folder().glob("*") if (folder / STATE).is_file())
     )
     shown = 0
     for folder in folders:
@@ -316,9 +315,7 @@ def compare(
         output.progress(f"boot {entry.boot.name}: {', '.join(one.name for one in entry.scenarios)}")
         planted = {part.name: {faults.VARIABLE: fault} for part in entry.boot.parts if part.tree == "patched"}
         reports.append(
-            runner.run_boot(
-                entry.boot, entry.scenarios, found, router, output.progress, planted if fault else None
-            )
+            runner.run_boot(entry.boot, entry.scenarios, found, router, output.progress, planted if fault else None)
         )
     for line in table.lines(reports):
         output.say(line)

@@ -64,7 +64,7 @@ def need_memory(processes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
     if available < needed:
         raise RigError(
             "memory",
-            f"{processes} engine processes need {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available",
+            f"{processes} engine processes need {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free",
         )
 
 

@@ -70,7 +70,11 @@ _RETRACT = ("sglang.srt.research.retract", "dcp2-retract-patched", "dcp-retract-
 _PACK = ("sglang.srt.research.bounded_pack", "bounded-pack", "bounded-pack")
 
 
-@fault("retract-hunk-left-out", "the copy indexes a rank's rows with the group's slots, as the stock engine does", *_RETRACT)
+@fault(
+    "retract-hunk-left-out",
+    "the copy indexes a rank's rows with the group's slots, as the stock engine does",
+    *_RETRACT,
+)
 def _retract_left_out(module: ModuleType) -> None:
     vars(module)["latent_rows"] = lambda pool, indices: indices
 

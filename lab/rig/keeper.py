@@ -130,9 +130,7 @@ class Keeper:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         pidfd = os.pidfd_open(process.pid)
-        member = _Running(
-            spec, process, Watch(spec.ready), log, time.monotonic(), pidfd, leash.start_time(process.pid)
-        )
+        member = _Running(spec, process, Watch(spec.ready), log, time.monotonic(), pidfd, leash.start_time(process.pid))
         self.running[spec.name] = member
         self.selector.register(process.stdout, selectors.EVENT_READ, lambda: self._read(member))
         self.selector.register(pidfd, selectors.EVENT_READ, lambda: self._ended(member))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+import tomllib
 
 from lab.rig import boot, scenario
 from lab.rig.boot import Boot
@@ -46,7 +47,7 @@ def short(path: Path = SHORT) -> list[Entry]:
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("boot", [])
     if not 0 < len(entries) <= MOST_BOOTS:
         raise RigError("scenario", f"{path.name} has {len(entries)} boots; 1 to {MOST_BOOTS} are allowed")
-    made = []
+    made: list[Entry] = []
     for entry in entries:
         scenarios = tuple(scenario.load(name) for name in entry["scenarios"])
         for one in scenarios:

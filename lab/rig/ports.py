@@ -41,4 +41,6 @@ def need_free(port: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
-            raise RigError("port", f"port {port} on {HOST} is taken ({error.strerror}); name another or none") from error
+            raise RigError(
+                "port", f"port {port} on {HOST} is taken ({error.strerror}); name another or none"
+            ) from error

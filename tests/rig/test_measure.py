@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
+
 from lab.rig import client, runner, scenario
 from lab.rig.client import Answer
 from lab.rig.measure import MEASURES, NothingToMeasure, Result
@@ -17,7 +19,10 @@ def answer(*ids: int, shift: float = 0.0, **more: object) -> Answer:
     )
 
 
-def result(*answers: Answer, prefill: list[tuple[str, dict[str, str]]] = [], decode: list[tuple[str, dict[str, str]]] = []) -> Result:  # noqa: B006, E501
+Lines = Sequence[tuple[str, dict[str, str]]]
+
+
+def result(*answers: Answer, prefill: Lines = (), decode: Lines = ()) -> Result:
     return Result(answers, {"P": prefill, "D": decode}, "P", "D")
 
 
@@ -91,7 +96,13 @@ def test_the_same_requests_are_compared_when_some_are_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("measure", "name"),
-    [("accept", "a.retracted"), ("accept", "a"), ("accept", "a.kept"), ("retractions", "a.retracted"), ("errors", "a.other")],
+    [
+        ("accept", "a.retracted"),
+        ("accept", "a"),
+        ("accept", "a.kept"),
+        ("retractions", "a.retracted"),
+        ("errors", "a.other"),
+    ],
 )
 def test_nothing_chosen_is_nothing_measured(measure: str, name: str) -> None:
     with pytest.raises(NothingToMeasure):
@@ -103,7 +114,10 @@ def transfer(kind: str, blocks: int, size: int) -> tuple[str, dict[str, str]]:
 
 
 def test_transfers_are_told_apart_by_kind() -> None:
-    one = result(answer(1), prefill=[transfer("kv", 3, 100), transfer("aux", 50, 7), transfer("kv", 2, 50), transfer("state", 1, 9)])
+    one = result(
+        answer(1),
+        prefill=[transfer("kv", 3, 100), transfer("aux", 50, 7), transfer("kv", 2, 50), transfer("state", 1, 9)],
+    )
     assert value("blocks", "a", a=one) == 3
     assert value("bytes", "a", a=one) == 150
     assert value("index_bytes", "a", a=one) == 9
@@ -111,7 +125,9 @@ def test_transfers_are_told_apart_by_kind() -> None:
     assert value("saved_bytes", "a", "b", a=one, b=result(answer(1), prefill=[transfer("kv", 1, 30)])) == 120
 
 
-@pytest.mark.parametrize("measure", ["blocks", "bytes", "index_bytes", "transfer_calls", "rows_behind", "decode_cached"])
+@pytest.mark.parametrize(
+    "measure", ["blocks", "bytes", "index_bytes", "transfer_calls", "rows_behind", "decode_cached"]
+)
 def test_without_the_engines_lines_nothing_is_measured(measure: str) -> None:
     with pytest.raises(NothingToMeasure):
         value(measure, "a", a=GOOD)
@@ -129,7 +145,11 @@ def test_retraction_lines_are_added_up() -> None:
 
 
 def test_the_last_look_into_the_cache_counts_for_each_request() -> None:
-    looks = [("prefix", {"rid": "x", "tokens": "64"}), ("prefix", {"rid": "x", "tokens": "128"}), ("prefix", {"rid": "y", "tokens": "0"})]
+    looks = [
+        ("prefix", {"rid": "x", "tokens": "64"}),
+        ("prefix", {"rid": "x", "tokens": "128"}),
+        ("prefix", {"rid": "y", "tokens": "0"}),
+    ]
     assert value("decode_cached", "a", a=result(answer(1), decode=looks)) == 128
 
 

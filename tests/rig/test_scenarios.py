@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from lab.rig import boot, faults, lists, runner, scenario
 from lab.rig.errors import RigError
 from lab.rig.measure import MEASURES
