@@ -24,9 +24,12 @@ HOOKS = ("lab.rig.serial", "lab.rig.observe")
 ENVIRONMENT: dict[str, str] = {
     "TRANSFORMERS_OFFLINE": "1",  # nothing is downloaded
     "MKL_CBWR": "COMPATIBLE",  # the same sums whatever the alignment of a buffer
+    "SGLANG_HOST_IP": HOST,  # where transfer and bootstrap listen; the default is the machine's own address
+    "no_proxy": HOST,
     "PYTHONUNBUFFERED": "1",
     "PATCHBUNDLE_RIG_LEASH": "1",  # every process of an engine ends with its parent
 }
+MODEL_FILES = ("deepseek_v2", "deepseek_nextn")
 # Names that must not reach an engine from the caller's shell: they change what runs.
 _DROP = ("SGLANG_", "SMG_", "PYTHON", "TRITON_", "TORCH", "MC_", "PATCHBUNDLE_RIG_", "OMP_", "CUDA_")
 DSA_FLAGS = (
@@ -77,6 +80,15 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_DROP)}
 
 
+def other_models(tree: Tree) -> str:
+    """Names of the model files of ``tree`` that the rig never runs, for the engine's own switch that skips them.
+
+    Every rank imports all of them otherwise, which is most of an engine's start on a CPU.
+    """
+    names = {path.stem for path in (tree.root / "sglang" / "srt" / "models").glob("*.py")}
+    return ",".join(sorted(names - set(MODEL_FILES)))
+
+
 def family(model: Path) -> str:
     """``dsa`` or ``mla``, by the model's own configuration.
 
@@ -113,6 +125,7 @@ def engine_spec(engine: Engine, folder: Path, hooks: Sequence[str] = HOOKS) -> S
         "PYTHONPYCACHEPREFIX": str(cache.root() / "bytecode" / engine.tree.version),
         "TMPDIR": str(folder / "tmp"),
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(engine.tp)),
+        "SGLANG_DISABLED_MODEL_ARCHS": other_models(engine.tree),
         "PATCHBUNDLE_RIG_HOOKS": ",".join(hooks),
         "PATCHBUNDLE_RIG_TREE": str(engine.tree.root),
         **engine.env,

@@ -81,6 +81,21 @@ _GLM: dict[str, Any] = {
     "index_topk_freq": 1,
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
 }
+# The head sizes of the real model, for real kernels.
+_GPU: dict[str, Any] = {
+    **_GLM,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+}
 # With num_hidden_layers = 1 the stock loader takes the draft's weights from layer 0, hence the pass-through layer 0.
 _TWIN: dict[str, Any] = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 
@@ -116,6 +131,7 @@ MODELS: dict[str, Model] = {
             {**_BASE, **_GLM, **_TWIN, "index_topk": 64},
             twin=True,
         ),
+        Model("glm-dsa-gpu", "GLM-DSA twin with the real model's head sizes", {**_BASE, **_GPU, **_TWIN}, twin=True),
         Model(
             "glm-dsa-iteration",
             "GLM-DSA twin that shares the index inside an iteration of the draft",
