@@ -10,15 +10,14 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.rig import cache, client, deployment, leash, models, ports
+from lab.rig import cache, client, deployment, models, ports
 from lab.rig.client import Answer, Request, Route
 from lab.rig.engine import LISTENS, READY, clean_environment
 from lab.rig.errors import RigError
@@ -28,12 +27,41 @@ from lab.rig.member import Spec
 SITE = Path(__file__).with_name("site")
 MODEL = "glm-dsa-gpu"
 # Imported by name, never used on this path.
-GHOSTS = (
-    "IPython soundfile _soundfile_data torchcodec mistral_common pycountry nvidia_cutlass_dsl cutlass cudnn cutile_cache "
-    "datasets torchao tilelang xgrammar outlines llguidance quack flash_attn helion gguf openai_harmony "
-    "compressed_tensors watchfiles modelscope anthropic jsonschema zstandard triton_kernels pydantic_extra_types "
-    "multiprocess blobfile smg_grpc_servicer tokenspeed_mla"
-).split()
+GHOSTS = [
+    "IPython",
+    "soundfile",
+    "_soundfile_data",
+    "torchcodec",
+    "mistral_common",
+    "pycountry",
+    "nvidia_cutlass_dsl",
+    "cutlass",
+    "cudnn",
+    "cutile_cache",
+    "datasets",
+    "torchao",
+    "tilelang",
+    "xgrammar",
+    "outlines",
+    "llguidance",
+    "quack",
+    "flash_attn",
+    "helion",
+    "gguf",
+    "openai_harmony",
+    "compressed_tensors",
+    "watchfiles",
+    "modelscope",
+    "anthropic",
+    "jsonschema",
+    "zstandard",
+    "triton_kernels",
+    "pydantic_extra_types",
+    "multiprocess",
+    "blobfile",
+    "smg_grpc_servicer",
+    "tokenspeed_mla",
+]
 SPECULATION = (
     "--speculative-algorithm=EAGLE",
     "--speculative-num-steps=3",
@@ -89,7 +117,7 @@ def spec(tree: Path, library: Path, model: Path, port: int, flags: Sequence[str]
 
 def compiled(home: Path) -> list[str]:
     """Libraries that were compiled at run time, below the caches of ``home``."""
-    found = [path for path in home.rglob("*.so")] + [path for path in home.rglob("*.cubin")]
+    found = list(home.rglob("*.so")) + list(home.rglob("*.cubin"))
     return sorted(path.relative_to(home).as_posix() for path in found)
 
 
@@ -140,39 +168,20 @@ def machine() -> dict[str, str]:
     }
 
 
-def main() -> int:
-    """Entry point of ``make gpu-engine``: 0 when every pair of texts is the same."""
-    parser = argparse.ArgumentParser(description="the real engine on one GPU, stock against patched")
-    parser.add_argument("pack", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--new", type=int, default=32)
-    arguments = parser.parse_args()
-    home = cache.root() / "gpu"
-    home.mkdir(parents=True, exist_ok=True)
-    leash.adopt_orphans()
-    caches = Path.home() / ".cache"
-    before = set(compiled(caches)) if caches.is_dir() else set()
-    results: dict[str, dict[str, Any]] = {}
-    report: dict[str, Any] = {"script": "lab/rig/gpu/engine.py", "prompts": list(LENGTHS), "machine": machine()}
-    try:
-        trees = unpack(arguments.pack, home)
-        model = models.ensure(MODEL, cache.ensure)
-        for kind, tree in trees.items():
-            for name, flags in (("plain", ()), ("speculative", SPECULATION)):
-                print(f"{kind} {name}", flush=True)
-                results[f"{kind} {name}"] = run(tree, trees["stock"], model, flags, arguments.new)
-    except RigError as error:
-        print(*error.tail, f"{error.kind}: {error}", sep="\n", file=sys.stderr)
-        report["error"] = error.as_json()
-    report["runs"] = {name: told(result) for name, result in results.items()}
-    report["compiled"] = [name for name in compiled(caches) if name not in before] if caches.is_dir() else []
-    pairs = [("stock plain", "patched plain"), ("stock speculative", "patched speculative")]
-    pairs += [("stock plain", "stock speculative")]
-    report["compared"] = []
-    for left, right in pairs:
+PAIRS = (
+    ("stock plain", "patched plain"),
+    ("stock speculative", "patched speculative"),
+    ("stock plain", "stock speculative"),
+)
+
+
+def compared(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry for each pair of runs that both took place."""
+    found = []
+    for left, right in PAIRS:
         if left in results and right in results:
             difference = client.compare(results[left]["answers"], results[right]["answers"])
-            report["compared"].append(
+            found.append(
                 {
                     "left": left,
                     "right": right,
@@ -182,16 +191,49 @@ def main() -> int:
                     "logprob": difference.logprob,
                 }
             )
-    green = len(report["compared"]) == len(pairs) and all(
+    return found
+
+
+def write(report: dict[str, Any], results: Mapping[str, dict[str, Any]], out: Path) -> None:
+    """Write what is known so far: a run that is cut off leaves the runs before it."""
+    report["runs"] = {name: told(result) for name, result in results.items()}
+    report["compared"] = compared(results)
+    report["green"] = len(report["compared"]) == len(PAIRS) and all(
         entry["same_texts"] == entry["requests"] for entry in report["compared"]
     )
-    report["green"] = green
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Entry point of ``make gpu-engine``: 0 when every pair of texts is the same."""
+    parser = argparse.ArgumentParser(description="the real engine on one GPU, stock against patched")
+    parser.add_argument("pack", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--new", type=int, default=32)
+    arguments = parser.parse_args()
+    home = cache.root() / "gpu"
+    home.mkdir(parents=True, exist_ok=True)
+    caches = Path.home() / ".cache"
+    before = set(compiled(caches)) if caches.is_dir() else set()
+    results: dict[str, dict[str, Any]] = {}
+    report: dict[str, Any] = {"script": "lab/rig/gpu/engine.py", "prompts": list(LENGTHS), "machine": machine()}
+    try:
+        trees = unpack(arguments.pack, home)
+        model = models.ensure(MODEL, cache.ensure)
+        for name, flags in (("plain", ()), ("speculative", SPECULATION)):
+            for kind, tree in trees.items():
+                print(f"{kind} {name}", flush=True)
+                results[f"{kind} {name}"] = run(tree, trees["stock"], model, flags, arguments.new)
+                write(report, results, arguments.out)
+    except RigError as error:
+        print(*error.tail, f"{error.kind}: {error}", sep="\n", file=sys.stderr)
+        report["error"] = error.as_json()
+    report["compiled"] = [name for name in compiled(caches) if name not in before] if caches.is_dir() else []
+    write(report, results, arguments.out)
     for entry in report["compared"]:
         print(f"{entry['left']} / {entry['right']}: {entry['same_texts']} of {entry['requests']} texts are the same")
-    print(subprocess.run(["du", "-sh", str(caches)], capture_output=True, text=True, check=False).stdout.strip())
-    return 0 if green else 1
+    return 0 if report["green"] else 1
 
 
 if __name__ == "__main__":

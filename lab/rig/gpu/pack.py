@@ -22,7 +22,13 @@ ENGINE = "engine-0.5.17-gpu.tar.xz"
 PATCHED = "patched-0.5.17.tar.xz"
 NEEDED = 8_000_000_000
 # Not needed on sm_90 with the sparse paths: FlashAttention-3 (1.1 GB), InfLLM, sm_100 kernels, the multimodal package.
-LEFT_OUT = ("sgl_kernel/flash_ops.abi3.so", "sgl_kernel/infllm_ops*", "sgl_kernel/sm100", "sglang/multimodal_gen", "bin")
+LEFT_OUT = (
+    "sgl_kernel/flash_ops.abi3.so",
+    "sgl_kernel/infllm_ops*",
+    "sgl_kernel/sm100",
+    "sglang/multimodal_gen",
+    "bin",
+)
 _GLIBC = (34, 31, 28, 27, 24, 17, 12, 5)
 
 
