@@ -28,12 +28,10 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def convert(values: Tensor, target: torch.dtype) -> Tensor:
-    """Convert floats: to nearest even; a finite value beyond an fp8 type's range becomes its largest finite one."""
+    """Convert floats: to nearest even; beyond an fp8 type's range to its largest finite value; NaN stays NaN."""
     if target in _FP8:
-        wide = values.float()
         largest = torch.finfo(target).max
-        wide = torch.where(torch.isfinite(wide), wide.clamp(-largest, largest), wide)
-        return wide.to(target)
+        return values.float().clamp(-largest, largest).to(target)
     return values.to(target)
 
 

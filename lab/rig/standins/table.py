@@ -516,7 +516,8 @@ def rows() -> list[dict[str, object]]:
 def markdown() -> str:
     """The table for the docs: one line for each stand-in, kernels first."""
     order = {"kernel": 0, "device": 1, "check": 2}
-    lines = ["| replaced | kind | what does not run | why | what runs instead | versions |", "|---|---|---|---|---|---|"]
+    heads = ("replaced", "kind", "what does not run", "why", "what runs instead", "versions")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for entry in sorted(TABLE, key=lambda one: order[one.kind]):
         cells = (
             f"`{entry.target}`",
