@@ -426,6 +426,15 @@ TABLE: tuple[StandIn, ...] = (
         "the product in float32",
     ),
     StandIn(
+        "sglang.srt.layers.attention.dsa_backend:DeepseekSparseAttnBackend.get_cpu_graph_seq_len_fill_value",
+        "checks:same_fill_value",
+        "add",
+        "check",
+        "the padding length of an empty row, asked for by the device's name",
+        "the backend answers for CUDA only",
+        "none: the backend's own answer for CUDA",
+    ),
+    StandIn(
         "sglang.kernels.jit.utils.arch:is_arch_support_pdl",
         "checks:no_pdl",
         "replace",

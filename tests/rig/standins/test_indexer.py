@@ -121,7 +121,7 @@ def test_the_quantiser_keeps_its_values_and_names_an_indexed_device() -> None:
 
 def test_the_head_gates_are_summed_in_float32() -> None:
     class Holder:
-        class weights_proj:  # noqa: N801  the engine's own name
+        class weights_proj:
             weight = torch.randn(4, 64).to(torch.bfloat16)
 
     x = torch.randn(3, 64).to(torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ def _fp8_values() -> list[tuple[int, float]]:
 
 def test_every_value_between_two_fp8_numbers_goes_to_the_nearer_and_a_half_to_the_even_one() -> None:
     values = _fp8_values()
-    for (low, low_value), (high, high_value) in zip(values, values[1:], strict=False):
+    for (low, low_value), (high, high_value) in pairwise(values):
         middle = (low_value + high_value) / 2
         probe = np.array([low_value, middle * (1 - 1e-6), middle, middle * (1 + 1e-6), high_value], dtype=np.float32)
         got = _convert(probe, _FP32, _FP8, None).tolist()
