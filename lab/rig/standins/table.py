@@ -113,6 +113,15 @@ TABLE: tuple[StandIn, ...] = (
         "to nearest even, fp8 clamped to its largest finite value, as the hardware does",
     ),
     StandIn(
+        "triton.runtime.interpreter:GridExecutor.__call__",
+        "interpreter:one_at_a_time",
+        "wrap",
+        "check",
+        "two kernels of two threads at the same time",
+        "the interpreter patches the language for the whole process while a kernel runs",
+        "the kernels one after the other",
+    ),
+    StandIn(
         "sglang.kernels.ops.attention.dsa.quant_k_cache:quantize_k_cache_separate",
         "attention:quantize_separate",
         "replace",

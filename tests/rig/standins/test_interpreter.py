@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -88,3 +89,31 @@ def test_other_formats_and_rounding_to_zero_go_to_the_interpreter(case: str) -> 
 
 def test_not_a_number_stays_one() -> None:
     assert bool(interpreter.convert(torch.tensor([math.nan]), torch.float8_e4m3fn).float().isnan().all())
+
+
+def test_two_threads_never_launch_at_the_same_time_but_one_may_launch_inside_its_own() -> None:
+    inside, most = [0], [0]
+    ready = threading.Barrier(2, timeout=10)
+
+    def kernel(depth: int) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        # Long enough for the other thread to get in if it could.
+        threading.Event().wait(0.02)
+        inside[0] -= 1
+        if depth:
+            launch(depth - 1)
+
+    launch = interpreter.one_at_a_time(kernel)
+
+    def run() -> None:
+        ready.wait()
+        launch(1)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert most[0] == 1
