@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -251,6 +253,41 @@ def test_a_process_does_not_start_on_the_wrong_engine(
     assert done.stdout == ""
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+_LEASHED = """
+import os, subprocess, sys
+inner = "import time; from lab.rig.standins import start; start._leash(); print('held', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", inner], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process still runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's own")
+def test_a_leashed_process_ends_with_a_parent_that_was_killed() -> None:
+    root = str(SITE.parents[3])
+    variables = {**os.environ, "PYTHONPATH": root, "PATCHBUNDLE_RIG_LEASH": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _LEASHED], env=variables, stdout=subprocess.PIPE, text=True, check=False
+    )
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ended = not _alive(pid)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    assert ended
 
 
 # The check of targets, on a tree made to fit
