@@ -17,9 +17,16 @@ Variables read from the environment:
 * ``PATCHBUNDLE_RIG_HOOKS``: modules to import after the stand-ins, comma separated; they may register functions
   with :func:`lab.rig.standins.hook.after`.
 
-Flags that go with them: ``--device cpu --sampling-backend pytorch --disable-cuda-graph --skip-server-warmup
---disable-piecewise-cuda-graph``; for dense models without speculation ``--attention-backend torch_native``, with
-speculation ``--attention-backend triton``; for sparse attention ``--attention-backend dsa --page-size 64``.
+Flags that go with them, in both versions: ``--device cpu --sampling-backend pytorch --disable-cuda-graph
+--skip-server-warmup``, and
+
+* dense models (MHA or MLA), with and without speculation: ``--attention-backend fa3``;
+* MLA under decode context parallelism: ``--attention-backend flashinfer --flashinfer-mla-disable-ragged``;
+* sparse attention (GLM-DSA): ``--attention-backend dsa --page-size 64`` with ``--dsa-prefill-backend`` and
+  ``--dsa-decode-backend`` both ``flashmla_sparse`` (``--kv-cache-dtype bfloat16``) or both ``flashmla_kv``
+  (``--kv-cache-dtype fp8_e4m3``, 656-byte rows).
+
+Not seen here: CUDA graphs, races between streams, NCCL, RDMA, the arithmetic of the real kernels, speed.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ __all__ = [
     "no_fused_store",
     "no_pdl",
     "plain_rope",
+    "same_fill_value",
     "the_cuda_forward",
 ]
 
@@ -101,3 +102,9 @@ def no_fused_store(*_: Any) -> bool:
 def the_cuda_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the indexer's CUDA forward: plain PyTorch and kernel calls, whatever device the tensors are on."""
     return self.forward_cuda(*args, **kwargs)
+
+
+def same_fill_value(self: Any) -> int:
+    """The padding length that the backend uses on CUDA."""
+    value: int = self.get_cuda_graph_seq_len_fill_value()
+    return value

@@ -126,7 +126,7 @@ def paged_mqa_logits(
         [B * S, max_context_len] float32, -inf from a row's length on.
     """
     plain = q.as_subclass(torch.Tensor)
-    batch, steps, heads, width = plain.shape
+    batch, steps = plain.shape[:2]
     pages = kv_cache.reshape(kv_cache.shape[0], -1).view(torch.uint8)
     lengths = context_lens.reshape(batch, -1).expand(batch, steps).reshape(-1)
     out = torch.full((batch * steps, max_context_len), float("-inf"))

@@ -1,13 +1,17 @@
-"""Stand-in for the float conversion of Triton's interpreter, which does not round as the hardware does.
+"""Stand-ins inside Triton's interpreter: its float conversion, and one kernel at a time.
 
-When rounding carries over a value's mantissa, the interpreter keeps the old exponent: the result is half of what it
-should be. Of fp8 values of a normal distribution that is one in sixteen. It also rounds halves up instead of to
-even, and cuts bf16 off instead of rounding. A GPU rounds to nearest even and, for fp8, clamps to the largest
-finite value.
+The conversion does not round as the hardware does. When rounding carries over a value's mantissa, it keeps the old
+exponent: the result is half of what it should be. Of fp8 values of a normal distribution that is one in sixteen. It
+also rounds halves up instead of to even, and cuts bf16 off instead of rounding. A GPU rounds to nearest even and, for
+fp8, clamps to the largest finite value.
+
+While a kernel runs, the interpreter patches the language module for the whole process. Two threads that launch
+kernels (the scheduler and the transfer's packing) then take each other's patches away.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["convert", "rounded_conversion"]
+__all__ = ["convert", "one_at_a_time", "rounded_conversion"]
+
+# A kernel may launch another one.
+_LAUNCHING = threading.RLock()
 
 _TYPES = {
     "fp8e4nv": torch.float8_e4m3fn,
@@ -28,12 +35,10 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def convert(values: Tensor, target: torch.dtype) -> Tensor:
-    """Convert floats: to nearest even; a finite value beyond an fp8 type's range becomes its largest finite one."""
+    """Convert floats: to nearest even; beyond an fp8 type's range to its largest finite value; NaN stays NaN."""
     if target in _FP8:
-        wide = values.float()
         largest = torch.finfo(target).max
-        wide = torch.where(torch.isfinite(wide), wide.clamp(-largest, largest), wide)
-        return wide.to(target)
+        return values.float().clamp(-largest, largest).to(target)
     return values.to(target)
 
 
@@ -54,3 +59,13 @@ def rounded_conversion(original: Callable[..., Any]) -> Callable[..., Any]:
         return raw.view(getattr(np, f"uint{output_dtype.primitive_bitwidth}")).reshape(input.shape)
 
     return _convert_float
+
+
+def one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a launch: the next thread waits until this one's kernel is done."""
+
+    def __call__(*args: Any, **kwargs: Any) -> Any:
+        with _LAUNCHING:
+            return original(*args, **kwargs)
+
+    return __call__

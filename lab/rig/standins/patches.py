@@ -25,10 +25,12 @@ _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
 def _changed(diff: str) -> Iterator[tuple[str, set[tuple[int, int]]]]:
     """Each file of a unified diff, with its changes in the base's numbering.
 
-    A removed line ``n`` is the pair (n, n), an insertion before line ``n`` the pair (n - 1, n).
+    A removed line ``n`` is the pair (n, n), an insertion before line ``n`` the pair (n - 1, n). Lines inserted right
+    behind a removed one replace it and count as it.
     """
     path, lines, at = "", set[tuple[int, int]](), 0
     left = 0
+    replacing = False
     for line in diff.splitlines():
         if left <= 0 and line.startswith("--- "):
             if path:
@@ -38,20 +40,20 @@ def _changed(diff: str) -> Iterator[tuple[str, set[tuple[int, int]]]]:
             continue
         found = _HUNK.match(line) if left <= 0 else None
         if found:
-            at = int(found[1])
+            at, replacing = int(found[1]), False
             left = int(found[2] or "1")
             if left == 0:
                 # A hunk without base lines names the line before it.
                 at += 1
             continue
         if line.startswith("+") and not line.startswith("+++ "):
-            if at:
+            if at and not replacing:
                 lines.add((at - 1, at))
         elif left > 0 and line.startswith("-"):
             lines.add((at, at))
-            at, left = at + 1, left - 1
+            at, left, replacing = at + 1, left - 1, True
         elif left > 0 and not line.startswith("\\"):
-            at, left = at + 1, left - 1
+            at, left, replacing = at + 1, left - 1, False
     if path:
         yield path, lines
 

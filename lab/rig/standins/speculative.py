@@ -141,6 +141,7 @@ def build_tree(
 
     Raises:
         NotImplementedError: a bit-packed mask.
+        ValueError: a token whose parent was not selected.
     """
     if tree_mask_mode not in (FULL_MASK, QLEN_ONLY):
         raise NotImplementedError(f"tree mask mode {tree_mask_mode} has no CPU stand-in")

@@ -113,6 +113,15 @@ TABLE: tuple[StandIn, ...] = (
         "to nearest even, fp8 clamped to its largest finite value, as the hardware does",
     ),
     StandIn(
+        "triton.runtime.interpreter:GridExecutor.__call__",
+        "interpreter:one_at_a_time",
+        "wrap",
+        "check",
+        "two kernels of two threads at the same time",
+        "the interpreter patches the language for the whole process while a kernel runs",
+        "the kernels one after the other",
+    ),
+    StandIn(
         "sglang.kernels.ops.attention.dsa.quant_k_cache:quantize_k_cache_separate",
         "attention:quantize_separate",
         "replace",
@@ -426,6 +435,15 @@ TABLE: tuple[StandIn, ...] = (
         "the product in float32",
     ),
     StandIn(
+        "sglang.srt.layers.attention.dsa_backend:DeepseekSparseAttnBackend.get_cpu_graph_seq_len_fill_value",
+        "checks:same_fill_value",
+        "add",
+        "check",
+        "the padding length of an empty row, asked for by the device's name",
+        "the backend answers for CUDA only",
+        "none: the backend's own answer for CUDA",
+    ),
+    StandIn(
         "sglang.kernels.jit.utils.arch:is_arch_support_pdl",
         "checks:no_pdl",
         "replace",
@@ -516,7 +534,8 @@ def rows() -> list[dict[str, object]]:
 def markdown() -> str:
     """The table for the docs: one line for each stand-in, kernels first."""
     order = {"kernel": 0, "device": 1, "check": 2}
-    lines = ["| replaced | kind | what does not run | why | what runs instead | versions |", "|---|---|---|---|---|---|"]
+    heads = ("replaced", "kind", "what does not run", "why", "what runs instead", "versions")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for entry in sorted(TABLE, key=lambda one: order[one.kind]):
         cells = (
             f"`{entry.target}`",

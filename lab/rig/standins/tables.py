@@ -1,7 +1,7 @@
 """Stand-ins for Triton kernels around the page tables, where their launching functions refuse a CPU.
 
-The kernels that turn selected positions into slots are compiled for 2048 selected positions. With exactly that many they run, interpreted; a tiny
-model that selects fewer goes through the formulas here.
+The kernels that turn selected positions into slots are compiled for 2048 selected positions. With exactly that many
+they run, interpreted; a tiny model that selects fewer goes through the formulas here.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -71,11 +72,17 @@ def _library(module: str, roots: list[str | Path]) -> bool:
     return any(any(Path(root, *package).glob(f"{name}.*so")) for root in roots)
 
 
-def _problem(entry: StandIn, roots: list[str | Path]) -> str | None:
+@functools.cache
+def _own(source: str) -> ast.Module:
+    """One of our modules, parsed."""
+    return ast.parse((_HERE / f"{source}.py").read_bytes())
+
+
+def _problem(entry: StandIn, roots: list[str | Path], parsed: dict[Path, ast.Module]) -> str | None:
     if entry.how == "empty":
         return None if _library(entry.module, roots) else f"{entry.target}: no compiled library {entry.module}"
-    ours = _HERE / (entry.by.partition(":")[0] + ".py")
-    mine = _find(ast.parse(ours.read_bytes()), entry.by.partition(":")[2])
+    source, _, ours = entry.by.partition(":")
+    mine = _find(_own(source), ours)
     if not mine:
         return f"{entry.target}: its stand-in {entry.by} does not exist"
     if not entry.readable:
@@ -83,12 +90,13 @@ def _problem(entry: StandIn, roots: list[str | Path]) -> str | None:
     path = _file(entry.module, roots)
     if path is None:
         return f"{entry.target}: no module {entry.module}"
-    source = ast.parse(path.read_bytes())
-    theirs = _find(source, entry.name)
+    if path not in parsed:
+        parsed[path] = ast.parse(path.read_bytes())
+    theirs = _find(parsed[path], entry.name)
     if entry.how == "add":
         # A module may define it in a branch that is not taken here; its class must be there.
         outer = entry.name.rpartition(".")[0]
-        return None if not outer or _find(source, outer) else f"{entry.target}: no {outer}"
+        return None if not outer or _find(parsed[path], outer) else f"{entry.target}: no {outer}"
     if not theirs:
         return f"{entry.target} is missing"
     if entry.how == "replace":
@@ -110,7 +118,9 @@ def problems(version: str, roots: Iterable[str | Path]) -> list[str]:
         roots: folders in the order of ``sys.path``: an engine tree first if there is one, then site-packages.
     """
     searched = list(roots)
-    return [found for entry in for_version(version) if (found := _problem(entry, searched)) is not None]
+    parsed: dict[Path, ast.Module] = {}
+    found = (_problem(entry, searched, parsed) for entry in for_version(version))
+    return [one for one in found if one is not None]
 
 
 def check(version: str, roots: Iterable[str | Path]) -> None:

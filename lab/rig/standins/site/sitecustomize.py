@@ -6,8 +6,9 @@ so every error here ends the process.
 
 import os
 import sys
+from pathlib import Path
 
-_ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 4))
+_ROOT = str(Path(__file__).resolve().parents[4])
 
 
 def _start() -> None:
