@@ -23,11 +23,16 @@ PATCHED = "patched-0.5.17.tar.xz"
 NEEDED = 8_000_000_000
 # Not needed on sm_90 with the sparse paths: FlashAttention-3 (1.1 GB), InfLLM, sm_100 kernels, the multimodal package.
 LEFT_OUT = (
+    "bin",
     "sgl_kernel/flash_ops.abi3.so",
     "sgl_kernel/infllm_ops*",
     "sgl_kernel/sm100",
     "sglang/multimodal_gen",
-    "bin",
+    "sglang/test",
+    # Of the bundled headers only what a compilation includes.
+    *(f"flashinfer/data/cutlass/{name}" for name in ("docs", "examples", "media", "python", "test")),
+    *(f"flashinfer/data/cccl/{name}" for name in ("benchmarks", "ci", "docs", "examples", "python")),
+    *(f"flashinfer/data/cccl/*/{name}" for name in ("benchmarks", "examples", "test")),
 )
 _GLIBC = (34, 31, 28, 27, 24, 17, 12, 5)
 
