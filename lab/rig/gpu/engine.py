@@ -97,6 +97,7 @@ def unpack(pack: Path, home: Path) -> dict[str, Path]:
 
 def spec(tree: Path, library: Path, model: Path, port: int, flags: Sequence[str]) -> Spec:
     """The engine that runs ``tree``; packages come from ``library``."""
+    torch_topk = "--dsa-topk-backend=torch" in flags
     env = {
         **clean_environment(),
         "PYTHONPATH": os.pathsep.join(map(str, dict.fromkeys((tree, SITE, library)))),
@@ -107,6 +108,7 @@ def spec(tree: Path, library: Path, model: Path, port: int, flags: Sequence[str]
         "FLASHINFER_USE_CUDA_NORM": "1",  # no CuTe DSL in the archive
         "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",  # short prompts by the sparse path too: no FA3 there
         "PYTHONUNBUFFERED": "1",
+        **({"SGLANG_DSA_FUSE_TOPK": "0", "SGLANG_OPT_USE_TOPK_V2": "0"} if torch_topk else {}),
     }
     argv = [sys.executable, "-m", "sglang.launch_server", f"--model-path={model}", "--load-format=auto"]
     argv += ["--sampling-backend=pytorch", "--grammar-backend=none", f"--host={ports.HOST}", f"--port={port}"]
@@ -137,10 +139,18 @@ def run(tree: Path, library: Path, model: Path, flags: Sequence[str], new: int) 
         first = client.send(Route(port), Request(requests[0].prompt, 1), timeout=400.0)
         first_token = time.monotonic() - began - ready
         answers = client.send_all(Route(port), requests, together=False, timeout=400.0)
+        client.flush(port)
+        again = client.send_all(Route(port), requests, together=False, timeout=400.0)
         one.check(wait=5.0 if any(answer.error for answer in answers) else 0.0)
     finally:
         one.down()
-    return {"ready_s": round(ready, 1), "first_token_s": round(first_token, 1), "first": first, "answers": answers}
+    return {
+        "ready_s": round(ready, 1),
+        "first_token_s": round(first_token, 1),
+        "first": first,
+        "answers": answers,
+        "again": again,
+    }
 
 
 def told(result: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +162,9 @@ def told(result: dict[str, Any]) -> dict[str, Any]:
         "accept": [round(answer.accept_length, 3) for answer in answers],
         "seconds": [round(answer.seconds, 2) for answer in answers],
         "errors": [answer.error for answer in answers],
+        # The same engine, the same prompts, its cache emptied in between: what differs here is the engine's own noise.
+        "same_texts_again": client.compare(answers, result["again"]).same_texts,
+        "first_difference_again": client.compare(answers, result["again"]).first_token,
         "ids": [list(answer.ids) for answer in answers],
     }
 
@@ -211,6 +224,7 @@ def main() -> int:
     parser.add_argument("pack", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--topk", choices=["sgl-kernel", "torch"], default="sgl-kernel", help="the DSA top-k to run")
     arguments = parser.parse_args()
     home = cache.root() / "gpu"
     home.mkdir(parents=True, exist_ok=True)
@@ -218,13 +232,15 @@ def main() -> int:
     before = set(compiled(caches)) if caches.is_dir() else set()
     results: dict[str, dict[str, Any]] = {}
     report: dict[str, Any] = {"script": "lab/rig/gpu/engine.py", "prompts": list(LENGTHS), "machine": machine()}
+    report["topk"] = arguments.topk
     try:
         trees = unpack(arguments.pack, home)
         model = models.ensure(MODEL, cache.ensure)
         for name, flags in (("plain", ()), ("speculative", SPECULATION)):
             for kind, tree in trees.items():
                 print(f"{kind} {name}", flush=True)
-                results[f"{kind} {name}"] = run(tree, trees["stock"], model, flags, arguments.new)
+                more = (*flags, f"--dsa-topk-backend={arguments.topk}")
+                results[f"{kind} {name}"] = run(tree, trees["stock"], model, more, arguments.new)
                 write(report, results, arguments.out)
     except RigError as error:
         print(*error.tail, f"{error.kind}: {error}", sep="\n", file=sys.stderr)
