@@ -1,0 +1,146 @@
+"""Faults that are planted on purpose in a patched engine, each of which must turn a named scenario red.
+
+A rig that is green whatever runs in it proves nothing. Each fault is the mistake that its patch exists to avoid.
+It is put into the running engine by the import hook, so that the tree on the disk stays the one that was recognised.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from lab.rig.errors import RigError
+
+VARIABLE = "PATCHBUNDLE_RIG_FAULT"
+HOOK = "lab.rig.faults_inside"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planted fault.
+
+    Attributes:
+        module: the engine's module whose import triggers it.
+        plant: changes the module after it was executed.
+        scenario: the scenario that turns red.
+    """
+
+    name: str
+    about: str
+    module: str
+    plant: Callable[[ModuleType], None]
+    scenario: str
+    patch: str
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(name: str, about: str, module: str, scenario: str, patch: str) -> Callable[[Any], Any]:
+    """Register the decorated function as the planting of a fault."""
+
+    def register(plant: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+        FAULTS[name] = Fault(name, about, module, plant, scenario, patch)
+        return plant
+
+    return register
+
+
+def get(name: str) -> Fault:
+    """Look a fault up.
+
+    Raises:
+        RigError: kind ``fault``; there is none of that name.
+    """
+    if name not in FAULTS:
+        raise RigError("fault", f"no fault {name!r}; known: {', '.join(sorted(FAULTS))}")
+    return FAULTS[name]
+
+
+def chosen() -> Fault | None:
+    """The fault that this process is to plant, by its environment."""
+    name = os.environ.get(VARIABLE, "")
+    return get(name) if name else None
+
+
+_RETRACT = ("sglang.srt.research.retract", "dcp2-retract-patched", "dcp-retract-index")
+_PACK = ("sglang.srt.research.bounded_pack", "bounded-pack", "bounded-pack")
+
+
+@fault(
+    "retract-hunk-left-out",
+    "the copy indexes a rank's rows with the group's slots, as the stock engine does",
+    *_RETRACT,
+)
+def _retract_left_out(module: ModuleType) -> None:
+    vars(module)["latent_rows"] = lambda pool, indices: indices
+
+
+@fault("retract-wrong-rank", "rows of the neighbouring rank are taken for the own ones", *_RETRACT)
+def _retract_wrong_rank(module: ModuleType) -> None:
+    rank = module._rank
+    vars(module)["_rank"] = lambda: (rank() + 1) % module._size()
+
+
+@fault("retract-row-off-by-one", "every row is taken one too high", *_RETRACT)
+def _retract_off_by_one(module: ModuleType) -> None:
+    rows = module.latent_rows
+    calls = [0]
+
+    def latent_rows(pool: Any, indices: Any) -> Any:
+        found = rows(pool, indices)
+        calls[0] += 1
+        # Only on the way out: the same mistake on both ways would cancel itself.
+        return found if found is indices or calls[0] % 2 == 0 else (found - 1).clamp(min=0)
+
+    vars(module)["latent_rows"] = latent_rows
+
+
+@fault("pack-hunk-left-out", "a send that does not fit falls back to a descriptor for each row", *_PACK)
+def _pack_left_out(module: ModuleType) -> None:
+    vars(module)["maybe_send"] = lambda *args, **kwargs: None
+
+
+@fault("pack-slice-off-by-one", "each slice but the first begins one row late", *_PACK)
+def _pack_off_by_one(module: ModuleType) -> None:
+    edges = module.slice_edges
+
+    def slice_edges(*args: Any, **kwargs: Any) -> Any:
+        for low, high in edges(*args, **kwargs):
+            yield min(low + (low > 0), high - 1), high
+
+    vars(module)["slice_edges"] = slice_edges
+
+
+@fault("pack-row-map", "the rows of a slice go to the places of its neighbours", *_PACK)
+def _pack_row_map(module: ModuleType) -> None:
+    pack = module._pack
+
+    def shifted(src_ptrs: Any, src_rows: Any, dst_ptrs: Any, dst_rows: Any, item_lens: Any, pack_buffer: Any) -> Any:
+        return pack(src_ptrs, src_rows[::-1], dst_ptrs, dst_rows, item_lens, pack_buffer)
+
+    vars(module)["_pack"] = shifted
+
+
+@fault("pack-buffer-too-early", "the next slice is packed before the last one was sent", *_PACK)
+def _pack_too_early(module: ModuleType) -> None:
+    pack, transfer = module._pack, module._transfer
+    waiting: list[Any] = []
+
+    def late_transfer(*args: Any) -> int:
+        # The transfer of the last slice runs only once the buffer holds the next one.
+        waiting.append(args)
+        return 0 if len(waiting) == 1 else int(transfer(*waiting.pop(0)))
+
+    def early_pack(*args: Any) -> Any:
+        return pack(*args)
+
+    vars(module)["_pack"], vars(module)["_transfer"] = early_pack, late_transfer
+
+
+@fault("pack-early-release", "a failed transfer gives the buffer back, as the stock engine does", *_PACK)
+def _pack_early_release(module: ModuleType) -> None:
+    vars(module)["_give_up"] = lambda state, status: setattr(state, "trusted", True)

@@ -1,0 +1,204 @@
+"""What is measured on the answers and on the engines' own lines: plain functions from results to one number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lab.rig.client import Answer, compare
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one send brought.
+
+    Attributes:
+        answers: in the order of the requests.
+        events: for each engine of the send the observer's lines printed meanwhile, as (event, values).
+        prefill, decode: names of its engines; the same for an engine alone, empty behind a router.
+    """
+
+    answers: tuple[Answer, ...]
+    events: Mapping[str, Sequence[tuple[str, Mapping[str, str]]]] = field(default_factory=dict)
+    prefill: str = ""
+    decode: str = ""
+
+
+Results = Mapping[str, Result]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number over ``arguments`` named sends.
+
+    Attributes:
+        about: one line for the docs.
+        of: takes the results and the names; a name may carry a selection, ``send.retracted`` or ``send.kept``.
+    """
+
+    about: str
+    arguments: int
+    of: Callable[[Results, Sequence[str]], float]
+
+
+class NothingToMeasure(Exception):
+    """A measure found no request or event to count, so its number would hold vacuously."""
+
+
+def _answers(results: Results, name: str) -> tuple[Answer, ...]:
+    send, _, selection = name.partition(".")
+    answers = results[send].answers
+    if selection == "retracted":
+        answers = tuple(answer for answer in answers if answer.retractions)
+    elif selection == "kept":
+        answers = tuple(answer for answer in answers if not answer.retractions)
+    elif selection:
+        raise NothingToMeasure(f"no selection {selection!r}")
+    if not answers:
+        raise NothingToMeasure(f"{name} has no request")
+    return answers
+
+
+def _pairs(results: Results, names: Sequence[str]) -> tuple[list[Answer], list[Answer]]:
+    """The requests of the first name, and the same requests of the second."""
+    left, right = names
+    send = left.partition(".")[0]
+    chosen = {id(answer) for answer in _answers(results, left)}
+    places = [index for index, answer in enumerate(results[send].answers) if id(answer) in chosen]
+    others = results[right.partition(".")[0]].answers
+    return [results[send].answers[place] for place in places], [others[place] for place in places]
+
+
+def _same_texts(results: Results, names: Sequence[str]) -> float:
+    return compare(*_pairs(results, names)).same_texts
+
+
+def _different_texts(results: Results, names: Sequence[str]) -> float:
+    difference = compare(*_pairs(results, names))
+    return difference.requests - difference.same_texts
+
+
+def _logprob(results: Results, names: Sequence[str]) -> float:
+    difference = compare(*_pairs(results, names))
+    if difference.errors:
+        raise NothingToMeasure(f"{difference.errors} requests failed")
+    return difference.logprob
+
+
+def _first_difference(results: Results, names: Sequence[str]) -> float:
+    """Smallest index of a differing token; the length of the texts when none differs."""
+    left, right = _pairs(results, names)
+    difference = compare(left, right)
+    if difference.errors:
+        raise NothingToMeasure(f"{difference.errors} requests failed")
+    return min(difference.first_token.values(), default=min(len(answer.ids) for answer in left))
+
+
+def _errors(results: Results, names: Sequence[str]) -> float:
+    return sum(bool(answer.error) for answer in _answers(results, names[0]))
+
+
+def _done(results: Results, names: Sequence[str]) -> float:
+    return sum(not answer.error and bool(answer.ids) for answer in _answers(results, names[0]))
+
+
+def _accept(results: Results, names: Sequence[str]) -> float:
+    answers = [answer for answer in _answers(results, names[0]) if answer.verify_steps]
+    if not answers:
+        raise NothingToMeasure(f"{names[0]}: no request was verified")
+    return sum(len(answer.ids) - 1 for answer in answers) / sum(answer.verify_steps for answer in answers)
+
+
+def _retractions(results: Results, names: Sequence[str]) -> float:
+    return sum(answer.retractions for answer in _answers(results, names[0]))
+
+
+def _cached(results: Results, names: Sequence[str]) -> float:
+    return sum(answer.cached for answer in _answers(results, names[0]))
+
+
+def _prefill_cached(results: Results, names: Sequence[str]) -> float:
+    answers = _answers(results, names[0])
+    if any(answer.prefill_cached < 0 for answer in answers):
+        raise NothingToMeasure(f"{names[0]}: the prefill engine's own answers were not seen")
+    return sum(answer.prefill_cached for answer in answers)
+
+
+def _decode_cached(results: Results, names: Sequence[str]) -> float:
+    found = _events(results, names[0], "decode", "prefix")
+    if not found:
+        raise NothingToMeasure(f"{names[0]}: D looked nothing up in its cache")
+    # A request may be looked up again while it waits for room: its last look-up counts.
+    return sum({values["rid"]: int(values["tokens"]) for values in found}.values())
+
+
+def _events(results: Results, name: str, side: str, event: str) -> list[Mapping[str, str]]:
+    result = results[name.partition(".")[0]]
+    engine = result.prefill if side == "prefill" else result.decode
+    return [values for kind, values in result.events.get(engine, ()) if kind == event]
+
+
+def _transfers(results: Results, name: str, kind: str) -> list[Mapping[str, str]]:
+    found = [values for values in _events(results, name, "prefill", "transfer") if values["kind"] == kind]
+    if not found:
+        raise NothingToMeasure(f"{name}: no transfer of {kind} was seen")
+    return found
+
+
+def _blocks(results: Results, names: Sequence[str]) -> float:
+    return max(int(values["blocks"]) for values in _transfers(results, names[0], "kv"))
+
+
+def _bytes(results: Results, names: Sequence[str]) -> float:
+    return sum(int(values["bytes"]) for values in _transfers(results, names[0], "kv"))
+
+
+def _index_bytes(results: Results, names: Sequence[str]) -> float:
+    return sum(int(values["bytes"]) for values in _transfers(results, names[0], "state"))
+
+
+def _transfer_calls(results: Results, names: Sequence[str]) -> float:
+    return len(_transfers(results, names[0], "kv"))
+
+
+def _saved_bytes(results: Results, names: Sequence[str]) -> float:
+    return _bytes(results, names[:1]) - _bytes(results, names[1:])
+
+
+def _lost(results: Results, names: Sequence[str]) -> float:
+    return sum(int(values["tokens"]) for values in _events(results, names[0], "decode", "lost"))
+
+
+def _rows_behind(results: Results, names: Sequence[str]) -> float:
+    """The largest distance between committed rows and saved rows at a retraction."""
+    found = _events(results, names[0], "decode", "offload")
+    if not found:
+        raise NothingToMeasure(f"{names[0]}: nothing was retracted")
+    return max(int(values["committed"]) - int(values["rows"]) for values in found)
+
+
+def _seconds(results: Results, names: Sequence[str]) -> float:
+    return max(answer.seconds for answer in _answers(results, names[0]))
+
+
+MEASURES: dict[str, Measure] = {
+    "same_texts": Measure("requests whose texts are the same in two sends", 2, _same_texts),
+    "different_texts": Measure("requests whose texts differ, failed ones included", 2, _different_texts),
+    "logprob": Measure("largest difference of a log-probability before the first differing token", 2, _logprob),
+    "first_difference": Measure("smallest index of a differing token", 2, _first_difference),
+    "errors": Measure("requests that failed", 1, _errors),
+    "done": Measure("requests that brought text", 1, _done),
+    "accept": Measure("tokens a verification step", 1, _accept),
+    "retractions": Measure("retractions of all requests", 1, _retractions),
+    "cached": Measure("prompt tokens reported as cached (by a D: what P found)", 1, _cached),
+    "decode_cached": Measure("prompt tokens that D found in its own cache", 1, _decode_cached),
+    "prefill_cached": Measure("prompt tokens that P found in its cache", 1, _prefill_cached),
+    "blocks": Measure("blocks of P's largest transfer call", 1, _blocks),
+    "bytes": Measure("bytes of KV that P sent", 1, _bytes),
+    "index_bytes": Measure("bytes of index keys that P sent", 1, _index_bytes),
+    "saved_bytes": Measure("bytes of KV of the first send minus those of the second", 2, _saved_bytes),
+    "transfer_calls": Measure("transfer calls of P with KV", 1, _transfer_calls),
+    "lost": Measure("accepted tokens thrown away at retractions", 1, _lost),
+    "rows_behind": Measure("committed rows minus saved rows at a retraction, the largest", 1, _rows_behind),
+    "seconds": Measure("seconds of the slowest request", 1, _seconds),
+}

@@ -1,0 +1,135 @@
+"""Runs inside every engine process: proves which tree was imported, and prints what the scenarios count.
+
+It wraps functions to look at them, and passes everything through; nothing is replaced. Each line starts with ``rig:``
+and holds ``key=value`` pairs, so that a scenario reads numbers from the log and never from a guess.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from types import ModuleType
+from typing import Any
+
+from lab.rig.standins.hook import after
+
+
+def say(event: str, **values: object) -> None:
+    """Print one line of observation in one write, so that lines of several processes do not mix."""
+    text = " ".join([f"rig: {event}", *(f"{name}={value}" for name, value in values.items())])
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def foreign_modules(root: str) -> list[str]:
+    """Loaded modules of the engine whose file is not below ``root``."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name == "sglang" or name.startswith("sglang."):
+            path = getattr(module, "__file__", None)
+            if path and not os.path.realpath(path).startswith(os.path.realpath(root) + os.sep):
+                found.append(f"{name} from {path}")
+    return found
+
+
+@after("sglang.srt.managers.scheduler")
+def _prove_tree(module: ModuleType) -> None:
+    root = os.environ.get("PATCHBUNDLE_RIG_TREE", "")
+    foreign = foreign_modules(root)
+    if not root or foreign:
+        say("fatal", root=root, foreign=";".join(foreign[:3]))
+        sys.stderr.write(f"rig-fatal: modules of the engine from outside {root}: {foreign[:3]}\n")
+        sys.stderr.flush()
+        os._exit(71)
+    loaded = sum(name.startswith("sglang.") for name in list(sys.modules))
+    ours = sorted(name.removeprefix("sglang.srt.research.") for name in sys.modules if ".srt.research." in name)
+    say("tree", root=root, scheduler=module.__file__, modules=loaded, foreign=0, ours=",".join(ours) or "none")
+
+
+@after("sglang.srt.managers.schedule_batch")
+def _watch_retraction(module: ModuleType) -> None:
+    request: Any = module.Req
+    offload, load = request.offload_kv_cache, request.load_kv_cache
+
+    def offload_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        say("offload", rid=self.rid, rows=self.seqlen - 1, committed=self.kv_committed_len, out=len(self.output_ids))
+        return offload(self, *args, **kwargs)
+
+    def load_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        say("restore", rid=self.rid, rows=self.seqlen - 1)
+        return load(self, *args, **kwargs)
+
+    request.offload_kv_cache, request.load_kv_cache = offload_kv_cache, load_kv_cache
+
+
+@after("sglang.srt.managers.scheduler_components.batch_result_processor")
+def _watch_lost_results(module: ModuleType) -> None:
+    for owner in [value for value in vars(module).values() if isinstance(value, type)]:
+        stock = vars(owner).get("process_batch_result_decode")
+        if stock is None:
+            continue
+
+        def process(self: Any, batch: Any, result: Any, *args: Any, _stock: Any = stock, **kwargs: Any) -> Any:
+            for index, request in enumerate(batch.reqs):
+                if request.is_retracted:
+                    lengths = getattr(result, "accept_lens", None)
+                    say("lost", rid=request.rid, tokens=int(lengths[index]) if lengths is not None else 1)
+            return _stock(self, batch, result, *args, **kwargs)
+
+        owner.process_batch_result_decode = process  # type: ignore[attr-defined]
+
+
+@after("sglang.srt.disaggregation.mooncake.conn")
+def _watch_transfer(module: ModuleType) -> None:
+    manager: Any = module.MooncakeKVManager
+    kind = threading.local()
+    transfer = manager._transfer_data
+
+    def transfer_data(self: Any, session: Any, blocks: Any) -> Any:
+        size = sum(int(block[2]) for block in blocks)
+        say("transfer", kind=getattr(kind, "now", "kv"), blocks=len(blocks), bytes=size)
+        return transfer(self, session, blocks)
+
+    manager._transfer_data = transfer_data
+    # What is not KV is sent by functions of its own, on the same thread.
+    for name, word in (("send_aux", "aux"), ("maybe_send_extra", "state")):
+        stock = getattr(manager, name)
+
+        def tagged(self: Any, *args: Any, _stock: Any = stock, _word: str = word, **kwargs: Any) -> Any:
+            kind.now = _word
+            try:
+                return _stock(self, *args, **kwargs)
+            finally:
+                kind.now = "kv"
+
+        setattr(manager, name, functools.wraps(stock)(tagged))
+
+
+@after("sglang.srt.disaggregation.decode")
+def _watch_decode_prefix(module: ModuleType) -> None:
+    queue: Any = module.DecodePreallocQueue
+    match = queue._match_prefix_and_lock
+
+    def match_prefix_and_lock(self: Any, request: Any) -> Any:
+        found = match(self, request)
+        say("prefix", rid=request.rid, tokens=len(found.prefix_indices))
+        return found
+
+    queue._match_prefix_and_lock = match_prefix_and_lock
+
+
+@after("sglang.srt.disaggregation.common.staging_buffer")
+def _cap_pack_buffer(module: ModuleType) -> None:
+    """PATCHBUNDLE_RIG_PACK_BYTES caps every pack buffer, so that what does not fit is seen with small prompts."""
+    cap = int(os.environ.get("PATCHBUNDLE_RIG_PACK_BYTES", "0"))
+    if not cap:
+        return
+    buffer: Any = module.StagingBuffer
+    stock = buffer.__init__
+
+    def init(self: Any, size_bytes: int, *args: Any, **kwargs: Any) -> None:
+        stock(self, min(size_bytes, cap), *args, **kwargs)
+
+    buffer.__init__ = init

@@ -1,0 +1,114 @@
+"""The trees a run needs: stock ones, patched ones made by the bundle's own tool, and those that the caller names."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lab.rig import cache, environment
+from lab.rig.errors import RigError
+from lab.rig.tree import RELEASES, REPOSITORY, Tree, find, recognise
+
+Say = Callable[[str], None]
+NEEDED = 400_000_000
+
+
+def stock(role: str, say: Say = lambda text: None) -> Path:
+    """A copy of the release that the environment of ``role`` has installed, alone in a folder.
+
+    The environment's own folder cannot stand first on PYTHONPATH: it holds every other package too.
+    """
+    release = RELEASES[role]
+    python = environment.ensure(release, say)
+    (site,) = python.parent.parent.glob("lib/python3*/site-packages")
+    record = site / f"sglang-{release}.dist-info" / "RECORD"
+    text = record.read_text(encoding="utf-8")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def build(folder: Path) -> None:
+        for row in csv.reader(text.splitlines()):
+            path = row[0]
+            if path.startswith("../") or path.endswith(".pyc"):
+                continue
+            place = folder / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(site / path, place)
+
+    return cache.ensure(f"trees/stock-{release}", digest, build, NEEDED)
+
+
+def bundle_digest() -> str:
+    """SHA-256 over the files that decide what a patched tree is."""
+    digest = hashlib.sha256()
+    for top in ("patches", "sources"):
+        for path in sorted((REPOSITORY / top).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(path.relative_to(REPOSITORY).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def apply(role: str, root: Path, to: str = "", revert: bool = False) -> str:
+    """Let the bundle's tool apply (or revert) the series of ``role`` on the tree ``root``.
+
+    Returns:
+        what the tool printed.
+
+    Raises:
+        RigError: kind ``apply``, with what the tool said.
+    """
+    argv = [sys.executable, str(REPOSITORY / "tools" / "apply.py"), "revert" if revert else "apply"]
+    argv += ["--role", role, "--root", str(root), *(["--to", to] if to else [])]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode not in (0, 3):
+        raise RigError(
+            "apply", f"the bundle was not applied to {root}", tuple((done.stdout + done.stderr).splitlines())
+        )
+    return done.stdout
+
+
+def patched(role: str, say: Say = lambda text: None) -> Path:
+    """A copy of the stock tree of ``role`` with the whole series of this repository applied."""
+    source = stock(role, say)
+
+    def build(folder: Path) -> None:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        apply(role, folder)
+
+    digest = hashlib.sha256(f"{source}\0{bundle_digest()}".encode()).hexdigest()
+    return cache.ensure(f"trees/patched-{RELEASES[role]}", digest, build, NEEDED)
+
+
+def gather(
+    named: Mapping[tuple[str, str], Path | None],
+    wanted: set[tuple[str, str]],
+    allow_drift: bool,
+    say: Say = lambda text: None,
+    any_level: bool = False,
+) -> dict[tuple[str, str], Tree]:
+    """Find and recognise every tree that is wanted.
+
+    Args:
+        named: folders the caller gave, by role and ``stock`` or ``patched``; the others are made.
+        wanted: roles and kinds that the run needs.
+        any_level: run the named trees at whatever level they stand, in a stock engine's place too.
+
+    Raises:
+        RigError: kinds ``tree``, ``drift``, ``apply``.
+    """
+    found: dict[tuple[str, str], Tree] = {}
+    for role, kind in sorted(wanted):
+        path = named.get((role, kind))
+        if path is None:
+            path = stock(role, say) if kind == "stock" else patched(role, say)
+        tree = find(role, path)
+        level = recognise(tree, allow_drift)
+        if kind == "stock" and level != "base" and not (any_level or allow_drift):
+            raise RigError("drift", f"{path} is to be the stock {role} tree but stands at {level}")
+        say(f"{role} {kind}: {tree.root} is sglang {tree.version}, {level}")
+        found[role, kind] = tree
+    return found

@@ -1,0 +1,177 @@
+"""Measures: each counts what it says, and none holds because there was nothing to count."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from lab.rig import client, runner, scenario
+from lab.rig.client import Answer
+from lab.rig.measure import MEASURES, NothingToMeasure, Result
+
+
+def answer(*ids: int, shift: float = 0.0, **more: object) -> Answer:
+    return dataclasses.replace(
+        Answer(ids=ids, logprobs=tuple(-float(one) - shift for one in ids)),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+Lines = Sequence[tuple[str, dict[str, str]]]
+
+
+def result(*answers: Answer, prefill: Lines = (), decode: Lines = ()) -> Result:
+    return Result(answers, {"P": prefill, "D": decode}, "P", "D")
+
+
+def value(measure: str, *names: str, **results: Result) -> float:
+    return MEASURES[measure].of(results, names)
+
+
+GOOD = result(answer(1, 2, 3), answer(4, 5, 6))
+
+
+def test_equal_texts_are_counted() -> None:
+    assert value("same_texts", "a", "b", a=GOOD, b=result(answer(1, 2, 3), answer(4, 5, 7))) == 1
+    assert value("different_texts", "a", "b", a=GOOD, b=result(answer(1, 2, 3), answer(4, 5, 7))) == 1
+
+
+def test_a_failed_request_is_never_an_equal_text() -> None:
+    bad = result(answer(error="no"), answer(4, 5, 6))
+    assert value("same_texts", "a", "b", a=bad, b=bad) == 1
+    assert value("errors", "a", a=bad) == 1 and value("done", "a", a=bad) == 1
+
+
+def test_an_empty_text_is_not_done() -> None:
+    assert value("done", "a", a=result(answer())) == 0
+
+
+def test_a_text_that_is_only_a_beginning_differs() -> None:
+    assert value("same_texts", "a", "b", a=GOOD, b=result(answer(1, 2), answer(4, 5, 6))) == 1
+    assert value("first_difference", "a", "b", a=GOOD, b=result(answer(1, 2), answer(4, 5, 6))) == 2
+
+
+def test_logprobs_count_up_to_the_first_difference_only() -> None:
+    other = result(answer(1, 2, 3, shift=0.25), answer(9, 5, 6, shift=7.0))
+    assert value("logprob", "a", "b", a=GOOD, b=other) == pytest.approx(0.25)
+
+
+def test_a_missing_logprob_is_an_infinite_difference() -> None:
+    short = result(Answer(ids=(1, 2, 3), logprobs=(-1.0,)), answer(4, 5, 6))
+    assert value("logprob", "a", "b", a=GOOD, b=short) == float("inf")
+
+
+@pytest.mark.parametrize("measure", ["logprob", "first_difference"])
+def test_a_failed_request_leaves_no_difference_to_measure(measure: str) -> None:
+    with pytest.raises(NothingToMeasure, match="failed"):
+        value(measure, "a", "b", a=GOOD, b=result(answer(error="x"), answer(4, 5, 6)))
+
+
+def test_sends_of_different_size_are_not_compared() -> None:
+    with pytest.raises(IndexError):
+        value("same_texts", "a", "b", a=GOOD, b=result(answer(1, 2, 3)))
+    with pytest.raises(ValueError, match="cannot compare"):
+        client.compare([], [])
+    with pytest.raises(ValueError, match="cannot compare"):
+        client.compare([answer(1)], [])
+
+
+def test_acceptance_is_taken_over_the_chosen_requests() -> None:
+    both = result(
+        answer(*range(31), verify_steps=10, retractions=0), answer(*range(31), verify_steps=30, retractions=2)
+    )
+    assert value("accept", "a", a=both) == pytest.approx(1.5)
+    assert value("accept", "a.kept", a=both) == 3
+    assert value("accept", "a.retracted", a=both) == 1
+    assert value("retractions", "a", a=both) == 2
+
+
+def test_the_same_requests_are_compared_when_some_are_chosen() -> None:
+    left = result(answer(1, 1), answer(2, 9, retractions=1))
+    assert value("different_texts", "a.retracted", "b", a=left, b=result(answer(7, 7), answer(2, 2))) == 1
+    assert value("same_texts", "a.kept", "b", a=left, b=result(answer(1, 1), answer(2, 2))) == 1
+
+
+@pytest.mark.parametrize(
+    ("measure", "name"),
+    [
+        ("accept", "a.retracted"),
+        ("accept", "a"),
+        ("accept", "a.kept"),
+        ("retractions", "a.retracted"),
+        ("errors", "a.other"),
+    ],
+)
+def test_nothing_chosen_is_nothing_measured(measure: str, name: str) -> None:
+    with pytest.raises(NothingToMeasure):
+        value(measure, name, a=GOOD)
+
+
+def transfer(kind: str, blocks: int, size: int) -> tuple[str, dict[str, str]]:
+    return "transfer", {"kind": kind, "blocks": str(blocks), "bytes": str(size)}
+
+
+def test_transfers_are_told_apart_by_kind() -> None:
+    one = result(
+        answer(1),
+        prefill=[transfer("kv", 3, 100), transfer("aux", 50, 7), transfer("kv", 2, 50), transfer("state", 1, 9)],
+    )
+    assert value("blocks", "a", a=one) == 3
+    assert value("bytes", "a", a=one) == 150
+    assert value("index_bytes", "a", a=one) == 9
+    assert value("transfer_calls", "a", a=one) == 2
+    assert value("saved_bytes", "a", "b", a=one, b=result(answer(1), prefill=[transfer("kv", 1, 30)])) == 120
+
+
+@pytest.mark.parametrize(
+    "measure", ["blocks", "bytes", "index_bytes", "transfer_calls", "rows_behind", "decode_cached"]
+)
+def test_without_the_engines_lines_nothing_is_measured(measure: str) -> None:
+    with pytest.raises(NothingToMeasure):
+        value(measure, "a", a=GOOD)
+
+
+def test_retraction_lines_are_added_up() -> None:
+    lines = [
+        ("offload", {"rows": "45", "committed": "46"}),
+        ("offload", {"rows": "50", "committed": "50"}),
+        ("lost", {"tokens": "4"}),
+        ("lost", {"tokens": "1"}),
+    ]
+    assert value("lost", "a", a=result(answer(1), decode=lines)) == 5
+    assert value("rows_behind", "a", a=result(answer(1), decode=lines)) == 1
+
+
+def test_the_last_look_into_the_cache_counts_for_each_request() -> None:
+    looks = [
+        ("prefix", {"rid": "x", "tokens": "64"}),
+        ("prefix", {"rid": "x", "tokens": "128"}),
+        ("prefix", {"rid": "y", "tokens": "0"}),
+    ]
+    assert value("decode_cached", "a", a=result(answer(1), decode=looks)) == 128
+
+
+def test_what_p_found_is_unknown_behind_a_router() -> None:
+    with pytest.raises(NothingToMeasure, match="not seen"):
+        value("prefill_cached", "a", a=GOOD)
+    assert value("prefill_cached", "a", a=result(answer(1, prefill_cached=64))) == 64
+
+
+def test_a_hold_without_a_measurement_does_not_hold() -> None:
+    text = (
+        'about="x"\nboot="b"\nhold=["accept(one) < 9", "lost(one) == 0", "done(one) == 2"]\n'
+        '[[step]]\nsend="one"\nto=["P","D"]'
+    )
+    lines = runner.judge(scenario.parse("s", text), {"one": GOOD})
+    assert [line.holds for line in lines] == [False, True, True]
+    assert lines[0].measured is None and "verified" in lines[0].note
+
+
+def test_prompts_come_from_the_seed_alone() -> None:
+    one = client.prompts(3, 3, 50, vary=10, prefix=20)
+    assert one == client.prompts(3, 3, 50, vary=10, prefix=20) != client.prompts(4, 3, 50, vary=10, prefix=20)
+    assert [len(prompt) for prompt in one] == [50, 60, 70]
+    assert len({prompt[:20] for prompt in one}) == 1 and len({prompt[20:40] for prompt in one}) == 3
+    assert len({prompt[:20] for prompt in client.prompts(3, 3, 50)}) == 3

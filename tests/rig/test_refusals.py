@@ -1,0 +1,429 @@
+"""Bad input: each is a named error before anything starts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lab.rig import boot, cache, client, deployment, engine, environment, leash, ports, runner, table, tree, trees
+from lab.rig.cli import main
+from lab.rig.errors import RigError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATCHBUNDLE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def make_tree(root: Path, version: str = "0.5.17", record: bool = True) -> Path:
+    files = {
+        "sglang/__init__.py": "",
+        "sglang/_version.py": f"__version__ = version = '{version}'\n",
+        "sglang/srt/server_args.py": "x = 1\n",
+    }
+    rows = []
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        rows.append(f"{name},sha256={digest},{len(text)}")
+    if record:
+        info = root / f"sglang-{version}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/RECORD,,"]) + "\n")
+    return root
+
+
+# trees
+
+
+def test_a_tree_as_its_record_says_is_base(tmp_path: Path) -> None:
+    found = tree.find("decode", make_tree(tmp_path / "t"))
+    assert tree.recognise(found, allow_drift=False) == "base"
+
+
+def test_a_folder_without_an_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RigError, match="holds no sglang package") as caught:
+        tree.find("decode", tmp_path)
+    assert caught.value.kind == "tree"
+
+
+@pytest.mark.parametrize(("role", "version"), [("prefill", "0.5.17"), ("decode", "0.5.19"), ("decode", "0.5.170")])
+def test_a_tree_of_another_release_is_refused(tmp_path: Path, role: str, version: str) -> None:
+    with pytest.raises(RigError, match=f"is sglang {version}; {role} needs"):
+        tree.find(role, make_tree(tmp_path, version))
+
+
+def test_a_tree_without_a_version_is_refused(tmp_path: Path) -> None:
+    (make_tree(tmp_path) / "sglang" / "_version.py").write_text("")
+    with pytest.raises(RigError, match="unknown release"):
+        tree.find("decode", tmp_path)
+
+
+def _change(root: Path) -> None:
+    (root / "sglang/srt/server_args.py").write_text("x = 2\n")
+
+
+def _remove(root: Path) -> None:
+    (root / "sglang/__init__.py").unlink()
+
+
+def _add(root: Path) -> None:
+    (root / "sglang/extra.py").write_text("")
+
+
+def _forget(root: Path) -> None:
+    (root / "sglang-0.5.17.dist-info/RECORD").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [(_change, "is changed"), (_remove, "is missing"), (_add, "is extra"), (_forget, "no RECORD")],
+)
+def test_drift_is_refused_with_the_file_unless_it_is_allowed(
+    tmp_path: Path, damage: Callable[[Path], None], told: str
+) -> None:
+    found = tree.find("decode", make_tree(tmp_path / "t"))
+    damage(found.root)
+    with pytest.raises(RigError, match=f"{told}.*--allow-drift") as caught:
+        tree.recognise(found, allow_drift=False, checker=tmp_path / "none")
+    assert caught.value.kind == "drift"
+    assert tree.recognise(found, allow_drift=True, checker=tmp_path / "none") == "drifted, allowed"
+
+
+@pytest.mark.parametrize(
+    ("code", "level"),
+    [
+        ("print('holds:   sglang-0.5.17 at level 1 (dcp-retract-index)')", "dcp-retract-index"),
+        ("raise SystemExit(1)", ""),
+    ],
+)
+def test_a_changed_tree_is_what_the_bundles_checker_says(tmp_path: Path, code: str, level: str) -> None:
+    found = tree.find("decode", make_tree(tmp_path / "t"))
+    _change(found.root)
+    checker = tmp_path / "check.py"
+    checker.write_text("import sys\nassert sys.argv[1:5] == ['--role', 'decode', '--root', sys.argv[4]]\n" + code)
+    if level:
+        assert tree.recognise(found, allow_drift=False, checker=checker) == level
+    else:
+        with pytest.raises(RigError, match="not a known state"):
+            tree.recognise(found, allow_drift=False, checker=checker)
+
+
+def test_a_patched_tree_does_not_pass_for_stock(tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "t")
+    _change(root)
+    with pytest.raises(RigError):
+        trees.gather({("decode", "stock"): root}, {("decode", "stock")}, allow_drift=False)
+
+
+# cache
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache.root() == tmp_path / "cache"
+    monkeypatch.delenv("PATCHBUNDLE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.root() == tmp_path / "xdg" / "patchbundle"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.root() == tmp_path / "home" / ".cache" / "patchbundle"
+
+
+def test_a_build_that_fails_leaves_nothing_under_the_final_name() -> None:
+    def build(folder: Path) -> None:
+        (folder / "half").touch()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        cache.ensure("x", "d" * 20, build)
+    assert not cache.place("x", "d" * 20).exists()
+    assert not cache.place("x", "d" * 20).with_suffix(".making").exists()
+
+
+def test_what_a_killed_build_left_is_not_taken_for_a_result() -> None:
+    left = cache.place("x", "d" * 20).with_suffix(".making")
+    left.mkdir(parents=True)
+    (left / "half").touch()
+    made = cache.ensure("x", "d" * 20, lambda folder: (folder / "whole").touch())
+    assert [path.name for path in made.iterdir()] == ["whole"]
+
+
+def test_two_builders_at_once_build_once() -> None:
+    built: list[int] = []
+    begun = threading.Event()
+
+    def build(folder: Path) -> None:
+        built.append(1)
+        begun.set()
+        threading.Event().wait(0.2)
+
+    threads = [threading.Thread(target=cache.ensure, args=("x", "d" * 20, build)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == [1] and begun.is_set()
+
+
+def test_too_little_disk_is_refused_with_both_numbers_before_the_build() -> None:
+    with pytest.raises(RigError, match=r"needs 1000000\.0 GB below .*, \d+\.\d GB are free") as caught:
+        cache.ensure("x", "d" * 20, lambda folder: pytest.fail("built"), needed=10**15)
+    assert caught.value.kind == "disk"
+
+
+# environment
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 12), (3, 13)])
+def test_another_python_is_refused(version: tuple[int, int]) -> None:
+    with pytest.raises(RigError, match=r"pinned for Python 3\.11") as caught:
+        environment.need_python(version)
+    assert caught.value.kind == "python"
+
+
+def test_every_pin_has_a_hash_and_torch_is_the_release_that_the_engine_needs() -> None:
+    for release, torch in (("0.5.17", "2.11.0"), ("0.5.19", "2.13.0")):
+        one = environment.ENVIRONMENTS[release]
+        pins = one.pins
+        assert pins["torch"] == torch and pins["sglang"] == release
+        assert "mooncake-transfer-engine-non-cuda" in pins
+        blocks = one.requirements.read_text().split("\n\n")[-1].replace(" \\\n", " ")
+        lines = [line for line in blocks.splitlines() if line and not line.startswith(("#", " "))]
+        assert len(lines) == len(pins)
+        assert all("--hash=sha256:" in line for line in lines)
+
+
+def test_the_placeholder_package_is_in_no_list() -> None:
+    for one in environment.ENVIRONMENTS.values():
+        assert "rc" not in one.pins.get("cuda-tile", "")
+
+
+def test_a_replaced_torch_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = environment.ENVIRONMENTS["0.5.17"]
+    names = {name.lower().replace("_", "-").replace(".", "-"): version for name, version in one.pins.items()}
+    monkeypatch.setattr(environment, "installed", lambda python: names)
+    environment.check(one, Path("python"))
+    monkeypatch.setattr(environment, "installed", lambda python: {**names, "torch": "2.13.0", "numpy": "0"})
+    with pytest.raises(RigError, match=r": torch 2\.13\.0 instead of 2\.11\.0"):
+        environment.check(one, Path("x/bin/python"))
+
+
+def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(RigError, match="does not run: broken"):
+        environment.installed(broken)
+
+
+def test_a_list_that_changed_is_another_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = environment.ENVIRONMENTS["0.5.17"]
+    before = one.digest
+    changed = tmp_path / "requirements.txt"
+    changed.write_text(one.requirements.read_text() + "\n")
+    monkeypatch.setattr(environment.Environment, "requirements", property(lambda self: changed))
+    assert one.digest != before
+
+
+# ports, engine, router
+
+
+def test_a_taken_port_is_refused() -> None:
+    with socket.socket() as holder:
+        holder.bind((ports.HOST, 0))
+        holder.listen()
+        with pytest.raises(RigError, match="is taken") as caught:
+            ports.need_free(holder.getsockname()[1])
+    assert caught.value.kind == "port"
+
+
+def test_free_ports_are_different_and_free() -> None:
+    found = ports.free(20)
+    assert len(set(found)) == 20
+    for port in found:
+        ports.need_free(port)
+
+
+def test_an_engine_gets_its_tree_first_and_nothing_from_the_callers_switches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RESEARCH_X", "1")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"kv_lora_rank": 1}))
+    found = tree.find("decode", make_tree(tmp_path / "t"))
+    one = engine.Engine("D", "decode", "decode", found, Path("python"), model, 1, 2, ("--flag",), {"GATE": "1"}, tp=3)
+    spec = engine.engine_spec(one, tmp_path)
+    assert spec.env["PYTHONPATH"].split(":")[0] == str(found.root) and "/elsewhere" not in spec.env["PYTHONPATH"]
+    assert "SGLANG_RESEARCH_X" not in spec.env and spec.env["GATE"] == "1"
+    assert spec.argv[-1] == "--flag" and "--disaggregation-mode=decode" in spec.argv
+    assert spec.env["PATCHBUNDLE_RIG_TREE"] == str(found.root)
+
+
+def test_a_model_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RigError, match="neither MLA nor DSA"):
+        engine.family(tmp_path)
+
+
+@pytest.mark.parametrize("build", ["/nothing/here", "README.md"])
+def test_a_router_that_is_none_is_refused(tmp_path: Path, build: str) -> None:
+    with pytest.raises(RigError, match="is neither") as caught:
+        engine.router_package(build, tmp_path, tmp_path / "bin" / "python")
+    assert caught.value.kind == "router"
+
+
+def test_a_compiled_router_is_laid_over_a_copy_of_the_published_package(tmp_path: Path) -> None:
+    stock = tmp_path / "env/lib/python3.11/site-packages/sglang_router"
+    stock.mkdir(parents=True)
+    (stock / "__init__.py").write_text("published")
+    (stock / "sglang_router_rs.abi3.so").write_text("old")
+    library = tmp_path / "libsglang_router_rs.so"
+    library.write_text("new")
+    package = engine.router_package(str(library), tmp_path / "run", tmp_path / "env/bin/python")
+    assert package is not None
+    assert (package / "sglang_router/sglang_router_rs.abi3.so").read_text() == "new"
+    assert (package / "sglang_router/__init__.py").read_text() == "published"
+    assert (stock / "sglang_router_rs.abi3.so").read_text() == "old"
+    assert engine.router_package("wheel", tmp_path, tmp_path) is None
+    assert engine.router_package(str(package), tmp_path, tmp_path) == package
+
+
+def test_a_router_that_never_lists_its_workers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"workers": [{"is_healthy": True}, {"is_healthy": False}]}
+    monkeypatch.setattr(deployment, "get", lambda port, path, timeout: answers)
+    deployment.wait_for_router(1, 1, lambda: None, limit=1.0)
+    with pytest.raises(RigError, match="1 of 2 workers healthy"):
+        deployment.wait_for_router(1, 2, lambda: None, limit=0.3)
+
+
+# client
+
+
+class _Server(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        length = len(body["input_ids"])
+        self.send_response(200 if length < 10 else 500)
+        self.end_headers()
+        meta = {"output_token_logprobs": [[-0.5, 7, None]], "cached_tokens": 3, "spec_verify_ct": 1}
+        self.wfile.write(json.dumps({"output_ids": [7], "meta_info": meta}).encode() if length < 10 else b"too long")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[int]:
+    with HTTPServer((ports.HOST, 0), _Server) as one:
+        thread = threading.Thread(target=one.serve_forever)
+        thread.start()
+        yield one.server_port
+        one.shutdown()
+        thread.join()
+
+
+def test_an_answer_is_read(server: int) -> None:
+    (answer,) = client.send_all(client.Route(server), [client.Request((1, 2), 1)], together=True)
+    assert answer.ids == (7,) and answer.logprobs == (-0.5,) and answer.cached == 3 and not answer.error
+
+
+def test_a_status_that_is_not_200_is_an_error_with_its_text(server: int) -> None:
+    answer = client.send(client.Route(server), client.Request(tuple(range(20)), 1))
+    assert "status 500: too long" in answer.error and answer.ids == ()
+
+
+def test_a_dead_prefill_is_told_with_the_dead_decode() -> None:
+    dead = ports.free(2)
+    answer = client.send(client.Route(dead[0], dead[1], 1), client.Request((1,), 1), timeout=5)
+    assert "prefill" in answer.error
+
+
+# command line
+
+
+def run_cli(*words: str) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(main, [*words, "--json"])
+    text = result.stdout
+    return result.exit_code, json.loads(text[text.index("{") :]) if "{" in text else {}
+
+
+def test_nothing_running_is_exit_code_3() -> None:
+    code, told = run_cli("status")
+    assert code == 3 and told["result"] == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["down"], "state"),
+        (["down", "nothing"], "state"),
+        (["logs", "P"], "state"),
+        (["compare"], "scenario"),
+        (["compare", "nothing"], "scenario"),
+        (["compare", "mla-router", "--fault", "nothing"], "fault"),
+        (["up", "--boot", "nothing"], "scenario"),
+        (["smoke", "--boot", "pack"], "scenario"),
+        (["env", "--check"], "environment"),
+        (["up", "--prefill-root", "/", "--decode-root", "/"], "tree"),
+    ],
+)
+def test_a_refusal_is_exit_code_1_with_its_kind(words: list[str], kind: str) -> None:
+    code, told = run_cli(*words)
+    assert (code, told["error"]["error"]) == (1, kind)
+
+
+@pytest.mark.parametrize(
+    "words", [["fly"], ["up", "--port", "x"], ["compare", "--list", "none"], ["env", "--release", "1"]]
+)
+def test_wrong_usage_is_exit_code_2(words: list[str]) -> None:
+    assert CliRunner().invoke(main, words).exit_code == 2
+
+
+def test_a_status_names_what_runs_and_what_was_lost(own_cache: Path) -> None:
+    folder = deployment.new_folder("x")
+    state = {
+        "phase": "ready",
+        "reason": "",
+        "tail": [],
+        "keeper": {"pid": 1, "start_time": -1},
+        "members": {"P": {"role": "prefill", "port": 1, "pid": 1}},
+    }
+    (folder / "state.json").write_text(json.dumps(state))
+    code, told = run_cli("status")
+    assert code == 0 and told["result"][folder.name]["phase"] == "lost"
+
+
+def test_more_engines_than_the_memory_holds_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployment, "MEMORY_PER_PROCESS", 10**15)
+    with pytest.raises(RigError, match="of memory"):
+        runner.start(boot.load("mla"), {})
+
+
+def test_the_table_names_what_failed_and_why() -> None:
+    report = runner.Report("b", [runner.Line("s", "done(a) == 1", None, False, "nothing came")])
+    assert not report.green
+    assert "FAIL (nothing came)" in table.lines([report])[1]
+    assert not runner.Report("b").green
+    assert [table.number(value) for value in (None, 3.0, 1.23456, 2e-16)] == ["-", "3", "1.235", "2e-16"]
+
+
+def test_a_process_that_is_gone_has_no_start_time() -> None:
+    assert leash.start_time(2**22 + 1) is None
+    assert leash.start_time(1) is not None
+    assert sys.executable

@@ -1,0 +1,217 @@
+"""Scenario and boot files: what is refused, and that every shipped one is sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lab.rig import boot, faults, lists, runner, scenario
+from lab.rig.errors import RigError
+from lab.rig.measure import MEASURES
+from lab.rig.scenario import Kill, Send
+
+BOOT = """
+about = "x"
+model = "mla"
+[engine.P]
+role = "prefill"
+[engine.D]
+role = "decode"
+flags = ["--one"]
+env = { A = "1" }
+[engine.D-cured]
+like = "D"
+tree = "patched"
+flags = ["--two"]
+gates = { G = "1" }
+[router.R]
+prefill = ["P"]
+decode = ["D"]
+"""
+SCENARIO = """
+about = "x"
+boot = "b"
+hold = ["done(one) == 3", "same_texts(one, two) >= 2.5"]
+[[step]]
+send = "one"
+to = ["P", "D"]
+new = 7
+[[step]]
+send = "two"
+again = "one"
+to = ["R"]
+"""
+
+
+def test_an_engine_like_another_takes_over_and_adds() -> None:
+    part = boot.parse("b", BOOT).part("D-cured")
+    assert part.role == "decode" and part.tree == "patched"
+    assert part.flags == ("--one", "--two") and part.env == {"A": "1"} and part.gates == {"G": "1"}
+
+
+def test_a_stock_engine_does_not_inherit_gates() -> None:
+    text = BOOT.replace("[router.R]", '[engine.S]\nlike = "D-cured"\ntree = "stock"\n[router.R]')
+    assert boot.parse("b", text).part("S").gates == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('like = "D"', 'like = "nobody"', "names no engine above"),
+        ('role = "prefill"', 'role = "judge"', "is unknown"),
+        ('tree = "patched"\n', "", "gates without a patched tree"),
+        ('tree = "patched"', 'tree = "other"', "is unknown"),
+        ('flags = ["--one"]', 'flags = "--one"', "a list of strings"),
+        ('env = { A = "1" }', "env = { A = 1 }", "a table of strings"),
+        ('role = "prefill"', 'role = "prefill"\nrolle = "x"', "unknown keys"),
+        ('about = "x"', 'abuot = "x"', "unknown keys"),
+        ("[engine.P]", '[engine."a b"]', "is no name"),
+        ('prefill = ["P"]', 'prefill = ["D"]', "no prefill engine"),
+        ('decode = ["D"]', 'decode = ["X"]', "no decode engine"),
+        ("[router.R]", "[router.P]", "no name for a router"),
+        ('model = "mla"', 'model = "big"', "no model 'big'"),
+        ('about = "x"', "about = ", "boot b: "),
+    ],
+)
+def test_a_boot_file_with_a_mistake_is_refused(old: str, new: str, told: str) -> None:
+    assert old in BOOT
+    with pytest.raises(RigError, match=told):
+        boot.parse("b", BOOT.replace(old, new, 1))
+
+
+def test_a_boot_without_engines_is_refused() -> None:
+    with pytest.raises(RigError, match="no engine"):
+        boot.parse("b", 'about = "x"\nmodel = "mla"')
+
+
+@pytest.mark.parametrize("name", ["../boots/mla", "nothing", ""])
+def test_an_unknown_file_is_refused_with_the_known_names(name: str) -> None:
+    with pytest.raises(RigError, match="mla-dcp2"):
+        boot.load(name)
+    with pytest.raises(RigError, match="mla-router"):
+        scenario.load(name)
+
+
+def test_a_send_again_takes_over_everything_but_the_flush() -> None:
+    text = SCENARIO.replace("new = 7", 'new = 7\nflush = ["P"]\ntogether = true')
+    one, two = scenario.parse("s", text).steps
+    assert isinstance(one, Send) and isinstance(two, Send)
+    assert two.new == 7 and two.together and two.flush == () and two.to == ("R",)
+    assert (two.seed, two.count, two.length) == (one.seed, one.count, one.length)
+
+
+def test_a_kill_is_a_step() -> None:
+    steps = scenario.parse("s", SCENARIO + '[[step]]\nkill = "D"\n').steps
+    assert steps[-1] == Kill("D")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('again = "one"', 'again = "three"', "names no send before it"),
+        ('send = "two"', 'send = "one"', "no new name"),
+        ("new = 7", "nwe = 7", "unknown keys"),
+        ("new = 7", "new = 0", "at least 1"),
+        ("new = 7", "prefix = 1000", "longer than the prompt"),
+        ('to = ["R"]', 'to = ["A", "B", "C"]', "to = "),
+        ("done(one) == 3", "done(one) = 3", "not of the form"),
+        ("done(one) == 3", "dune(one) == 3", "no measure 'dune'"),
+        ("done(one) == 3", "done(one, two) == 3", "takes 1 names"),
+        ("done(one) == 3", "done(three) == 3", "names no send"),
+        ('boot = "b"', "", "names no boot"),
+        ('send = "two"\nagain = "one"', 'sned = "two"', "neither send nor kill"),
+        ('about = "x"', 'about = "x"\nhodl = []', "unknown keys"),
+    ],
+)
+def test_a_scenario_file_with_a_mistake_is_refused(old: str, new: str, told: str) -> None:
+    assert old in SCENARIO
+    with pytest.raises(RigError, match=told):
+        scenario.parse("s", SCENARIO.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("text", ['boot = "b"\nhold = ["done(a) == 1"]'])
+def test_a_scenario_that_sends_nothing_is_refused(text: str) -> None:
+    with pytest.raises(RigError, match=r"sends nothing"):
+        scenario.parse("s", text)
+
+
+def test_a_scenario_in_which_nothing_must_hold_is_refused() -> None:
+    with pytest.raises(RigError, match="nothing must hold"):
+        scenario.parse("s", SCENARIO.replace('["done(one) == 3", "same_texts(one, two) >= 2.5"]', "[]"))
+
+
+@pytest.mark.parametrize(
+    ("operator", "low", "same", "high"),
+    [
+        ("==", False, True, False),
+        ("!=", True, False, True),
+        ("<", True, False, False),
+        ("<=", True, True, False),
+        (">", False, False, True),
+        (">=", False, True, True),
+    ],
+)
+def test_each_comparison_means_what_it_says(operator: str, low: bool, same: bool, high: bool) -> None:
+    hold = scenario.parse_hold(f"done(a) {operator} 2")
+    assert (hold.compare(1), hold.compare(2), hold.compare(3)) == (low, same, high)
+
+
+@pytest.mark.parametrize("name", scenario.names())
+def test_every_shipped_scenario_fits_its_boot(name: str) -> None:
+    one = scenario.load(name)
+    which = boot.load(one.boot)
+    members = {part.name for part in which.parts} | {router.name for router in which.routers}
+    for step in one.steps:
+        used = {step.engine} if isinstance(step, Kill) else {*step.to, *step.flush}
+        assert used <= members
+    assert one.about and which.about
+
+
+@pytest.mark.parametrize("path", sorted(boot.FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_boot_is_sound(path: Path) -> None:
+    assert boot.load(path.stem).parts
+
+
+def test_the_short_list_is_short_and_its_scenarios_use_every_engine() -> None:
+    entries = lists.short()
+    assert 0 < len(entries) <= lists.MOST_BOOTS
+    for entry in entries:
+        assert runner.needed(entry.boot, entry.scenarios) >= {part.name for part in entry.boot.parts}
+        assert entry.seconds > 0
+    assert sum(entry.seconds for entry in entries) <= 900
+
+
+def test_the_full_list_holds_every_scenario_once() -> None:
+    names = [one.name for entry in lists.full() for one in entry.scenarios]
+    assert sorted(names) == scenario.names()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "0 boots"),
+        ('[[boot]]\nname = "mla"\nscenarios = ["glm-dsa-cache"]\nseconds = 1', "runs on glm-dsa"),
+        ('[[boot]]\nname = "mla"\nscenarios = []\nseconds = 1', "has no scenario"),
+        ('[[boot]]\nname = "mla"\nscenarios = ["mla-router"]\nseconds = 1\n' * 2, "named twice"),
+        ('[[boot]]\nname = "mla"\nscenarios = ["mla-router"]\nseconds = 1\n' * 7, "7 boots"),
+    ],
+)
+def test_a_short_list_that_breaks_its_rules_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "short.toml"
+    path.write_text(text)
+    with pytest.raises(RigError, match=told):
+        lists.short(path)
+
+
+def test_every_planted_fault_names_a_scenario_that_runs_a_patched_engine() -> None:
+    assert faults.FAULTS
+    for fault in faults.FAULTS.values():
+        which = boot.load(scenario.load(fault.scenario).boot)
+        assert which.needs_patched
+    with pytest.raises(RigError, match="no fault 'nothing'"):
+        faults.get("nothing")
+
+
+def test_every_measure_is_told_in_words() -> None:
+    assert all(measure.about and measure.arguments in (1, 2) for measure in MEASURES.values())
