@@ -67,6 +67,8 @@ class Script:
     """D gives up its KV after this long and answers 500."""
     d_headers_early: bool = False
     """D sends 200 at once, as /generate does; else with the first token, as chat does."""
+    d_hold: int = 0
+    """D sends no token before this many requests have come to all D servers of its process."""
     d_no_kv: bool = False
     """D needs no P: a regular router is in front."""
 
@@ -80,6 +82,7 @@ class World:
     active: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
     rooms: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    received: int = 0
 
     def note(self, what: str, **more: Any) -> None:
         """Log an event with the time it happened."""
@@ -264,6 +267,7 @@ async def decode(request: web.Request) -> web.StreamResponse:
     script, rooms = script_of(world.script, body), rooms_of(body)
     key = f"{request.app[NAME]}@{rank_of(body)}"
     world.enter(key)
+    world.received += 1
     world.note(
         "D.recv", key=key, rooms=rooms, stream=body.get("stream"), prefill_rank=body.get("disagg_prefill_dp_rank")
     )
@@ -301,6 +305,8 @@ async def decode_answer(
                 return web.json_response({"error": {"message": "KV timeout"}}, status=500)
             await response.write(item({"error": {"message": "KV timeout"}}) + DONE)
             return response
+    while world.received < script.d_hold:
+        await asyncio.sleep(0.02)
     await asyncio.sleep(script.d_first)
     if not streaming:
         await asyncio.sleep(script.d_tokens * script.d_gap)
@@ -332,6 +338,7 @@ async def control(request: web.Request) -> web.Response:
             return web.json_response({"unknown": sorted(unknown)}, status=400)
         world.script = Script(**wanted)
         world.log.clear()
+        world.received = 0
         world.peak = {key: value for key, value in world.active.items() if value}
         world.rooms = {room: kv for room, kv in world.rooms.items() if not kv.done()}
     return web.json_response(

@@ -97,8 +97,8 @@ def test_evaluation_thresholds_give_every_rank_eight_in_twenty_of_twenty_bursts(
     one = ranked(bench, EVENLY)
     spreads = []
     for _ in range(20):
-        # Long enough that no request ends before the last has come, which would rightly unbalance the rest.
-        one.run(one.script(p_delay=0.05, d_first=1.5, d_tokens=2))
+        # A request that ended before the last has come would rightly unbalance the rest.
+        one.run(one.script(p_delay=0.05, d_hold=32, d_first=0.05, d_tokens=2))
         spreads.append(one.run(burst(one, True))[0])
         assert one.run(one.settle(10.0))[1] == (0, 0)
     assert spreads == [[8, 8, 8, 8]] * 20

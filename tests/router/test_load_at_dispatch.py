@@ -198,8 +198,8 @@ class TestSpread:
     def spreads(self, one: Bench, stream: bool, bursts: int) -> list[list[int]]:
         found = []
         for _ in range(bursts):
-            # Long enough that no request ends before the last has come, which would rightly unbalance the rest.
-            one.run(one.script(p_delay=0.05, d_first=1.5, d_tokens=2, d_gap=0.05))
+            # A request that ended before the last has come would rightly unbalance the rest.
+            one.run(one.script(p_delay=0.05, d_hold=32, d_first=0.05, d_tokens=2, d_gap=0.05))
             spread, answers = one.run(burst(one, stream))
             assert {answer.status for answer in answers} == {200}
             assert one.run(one.settle(2.0))[1] == (0, 0)
@@ -209,7 +209,7 @@ class TestSpread:
     @BOTH_OFF
     def test_streams_pile_up_without_the_gate(self, bench: Any, case: Case) -> None:
         spreads = self.spreads(bench(*case, flags=self.FLAGS), True, 3)
-        assert any(max(spread) - min(spread) >= 2 for spread in spreads), spreads
+        assert any(max(spread) - min(spread) >= 2 or len(spread) < 4 for spread in spreads), spreads
 
     @pytest.mark.parametrize("stream", [True, False], ids=["stream", "json"])
     def test_with_the_gate_each_gets_eight_every_time(self, bench: Any, stream: bool) -> None:

@@ -234,12 +234,18 @@ def test_a_buffer_of_one_row_still_delivers(on: Tree) -> None:
     assert len(engine.calls) == 20
 
 
-def test_every_slice_but_the_first_and_last_holds_as_many_whole_pages_as_fit(on: Tree) -> None:
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [(29, [20, 24, 24, 24, 24, 24, 24, 24, 12]), (8, [4, *[8] * 24, 4]), (7, [*[7] * 28, 4])],
+    ids=["pages", "one page", "less than a page"],
+)
+def test_a_slice_holds_as_many_whole_pages_as_fit_and_ends_where_a_page_ends(
+    on: Tree, rows: int, sizes: list[int]
+) -> None:
     world, engine = World(), Engine()
-    plan, buffer = world.plan(400, offset=1), on.buffer(29 * world.row)
+    plan, buffer = world.plan(400, offset=1), on.buffer(rows * world.row)
     assert on.send(on.manager(world, engine), world, plan, buffer) == 0
-    sizes = [sum(length for _, _, length in blocks) // world.row for _, blocks in engine.calls]
-    assert sizes == [20, 24, 24, 24, 24, 24, 24, 24, 12]
+    assert [sum(length for _, _, length in blocks) // world.row for _, blocks in engine.calls] == sizes
 
 
 @pytest.mark.parametrize("send", SENDS.values(), ids=SENDS)
@@ -581,33 +587,34 @@ def test_an_executor_that_takes_no_more_layers_fails_the_send_after_those_it_too
     assert not trusted(on, buffer)
 
 
-def test_layers_cancelled_by_another_hand_are_not_taken_for_sent(on: Tree) -> None:
+def test_layers_of_the_last_slice_cancelled_by_another_hand_are_not_taken_for_sent(on: Tree) -> None:
     world, buffer = World(threads=1), on.buffer(24 * 72)
 
     def act(index: int) -> None:
-        if index == 0:
+        if index == 3:
             world.executor.shutdown(wait=False, cancel_futures=True)
 
     engine = Engine(act)
     manager, submit = on.manager(world, engine, custom_pool=True), world.executor.submit
     submitted: list[Any] = []
-    begin = threading.Event()
 
     def together(function: Any, *args: Any) -> Any:
-        """Let the first layer begin only when all three are queued."""
+        """Let a slice's first layer begin only when all three are queued."""
+        whole = len(submitted) // 3 * 3 + 3
 
         def held() -> Any:
-            assert begin.wait(10)
+            deadline = time.monotonic() + 10
+            while len(submitted) < whole:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
             return function(*args)
 
         submitted.append(submit(held))
-        if len(submitted) == 3:
-            begin.set()
         return submitted[-1]
 
     with mock.patch.object(world.executor, "submit", together):
-        assert on.send(manager, world, world.plan(240), buffer) == -1
-    assert len(engine.calls) == 1
+        assert on.send(manager, world, world.plan(96), buffer) == -1
+    assert len(submitted) == 6 and len(engine.calls) == 4
     assert not trusted(on, buffer)
 
 
