@@ -230,7 +230,7 @@ def slice_edges(rows: int, capacity: int, page: int, first_row: int) -> Iterator
     """Cut ``range(rows)`` into ``(low, high)`` slices of at most ``capacity`` rows.
 
     Slices hold whole pages where a page fits at all, and all but the last end where a destination page ends
-    (``first_row`` is the destination row of row 0), so that cutting breaks no run of rows that one descriptor covers.
+    (``first_row`` is the destination row of row 0), so that cutting splits no page into two descriptors.
     """
     step = capacity - capacity % page or capacity
     low = 0

@@ -128,6 +128,7 @@ def test_with_the_gate_unset_the_worker_sends_says_and_keeps_what_the_stock_work
         for room, (plan, peer) in enumerate(zip(plans, (PEER, OTHER, THIRD), strict=True)):
             tree.enlist(manager, world, room, plan, peer)
         tree.work(manager, world, [tree.chunk(room, plan) for room, plan in enumerate(plans)])
+        assert "_research_pack_state" not in vars(buffer)
         places = [*world.source, *world.target, buffer.buffer, world.aux_source, world.aux_target]
 
         def place(address: int) -> tuple[int, int]:
@@ -612,8 +613,15 @@ def test_layers_of_the_last_slice_cancelled_by_another_hand_are_not_taken_for_se
         submitted.append(submit(held))
         return submitted[-1]
 
+    plan, status = world.plan(96), []
     with mock.patch.object(world.executor, "submit", together):
-        assert on.send(manager, world, world.plan(96), buffer) == -1
+        sender = threading.Thread(
+            target=lambda: status.append(on.send(manager, world, plan, buffer)),
+            daemon=True,  # a wait that never ends is a failure here, not a hang
+        )
+        sender.start()
+        sender.join(20)
+    assert status == [-1]
     assert len(submitted) == 6 and len(engine.calls) == 4
     assert not trusted(on, buffer)
 
@@ -947,33 +955,34 @@ def test_the_other_backends_senders_do_not_know_the_patch(stock: Root, patched: 
     assert len(digests) == 1
 
 
-def test_counts_of_many_threads_add_up_and_are_read_together(on: Tree) -> None:
-    counters, halt, torn = on.pack.Counters(), threading.Event(), []
+def test_counts_of_two_threads_add_up_and_are_read_together(on: Tree) -> None:
+    counters, inside, go_on = on.pack.Counters(), threading.Event(), threading.Event()
+    seen: list[dict[str, int]] = []
 
-    def read() -> None:
-        while not halt.is_set():
-            seen = counters.snapshot()
-            if seen["bytes"] != 3 * seen["slices"]:
-                torn.append(seen)
+    class Slow(int):
+        """An amount whose addition can be held up half way."""
 
-    def write() -> None:
-        for _ in range(2000):
-            counters.add(slices=1, bytes=3)
+        def __radd__(self, other: int) -> int:
+            inside.set()
+            assert go_on.wait(10)
+            return other + int(self)
 
-    reader, writers = threading.Thread(target=read), [threading.Thread(target=write) for _ in range(4)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in (reader, *writers):
-            thread.start()
-        for thread in writers:
-            thread.join()
-    finally:
-        halt.set()
-        reader.join()
-        sys.setswitchinterval(interval)
-    assert not torn
-    assert counters.snapshot()["slices"] == 8000 and counters.snapshot()["bytes"] == 24000
+    threads = [
+        threading.Thread(target=lambda: counters.add(slices=1, bytes=Slow(3))),
+        threading.Thread(target=lambda: counters.add(slices=1, bytes=3)),
+        threading.Thread(target=lambda: seen.append(counters.snapshot())),
+    ]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    threads[2].start()
+    threads[2].join(0.1)
+    assert not seen
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert seen[0]["bytes"] == 3 * seen[0]["slices"] >= 3
+    assert (counters.snapshot()["slices"], counters.snapshot()["bytes"]) == (2, 6)
 
 
 def test_a_count_that_does_not_exist_is_an_error(on: Tree) -> None:
