@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
 
-.PHONY: help roundtrip test lint format pin system-deps clean clean-cache
+.PHONY: help roundtrip test router test-router soak rig-env rig rig-full test-engine bench lint format pin system-deps clean clean-cache
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -19,6 +19,30 @@ roundtrip: $(VENV)/node.stamp ## the main job: every series on its real base, up
 
 test: $(VENV)/test.stamp ## unit, corpus, fault and engine tests
 	$(BIN)/python -m pytest -m "not router and not rig"
+
+router: $(VENV)/test.stamp ## build the router, stock and patched, from the pinned source archive (7 minutes, 3 GB, cached)
+	$(BIN)/python -m lab.router.build
+
+test-router: router ## both built routers against scripted servers on 127.0.0.1
+	$(BIN)/python -m pytest -m router
+
+soak: router ## ten minutes of random faults on both legs
+	$(BIN)/python -m lab.router.soak
+
+rig-env: $(VENV)/test.stamp ## the two engine environments (19 GB, cached)
+	$(BIN)/python tools/rig.py env
+
+rig: rig-env ## the whole deployment on this CPU, stock beside patched: the short list
+	$(BIN)/python tools/rig.py compare --list short
+
+rig-full: rig-env ## every scenario
+	$(BIN)/python tools/rig.py compare --list full
+
+test-engine: rig-env ## tests inside the whole wheels
+	$(BIN)/python -m pytest -m rig
+
+bench: $(VENV)/test.stamp ## the tool against git apply, quilt and sha256sum
+	$(BIN)/python benchmarks/tool.py
 
 lint: $(VENV)/test.stamp ## formatting, types, the bundle's own checker
 	$(BIN)/ruff format --check .
