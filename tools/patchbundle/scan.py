@@ -5,34 +5,33 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import stat
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from patchbundle.errors import BundleError, Reason
 
-# Folders that are made on the machine and never published.
-_SKIP = frozenset(
-    {
-        ".git",
-        ".venv",
-        "build",
-        "dist",
-        "__pycache__",
-        "target",
-        ".mypy_cache",
-        ".ruff_cache",
-        ".pytest_cache",
-        ".hypothesis",
-    }
-)
+# Made on the machine at the top of a checkout, or by an interpreter anywhere; never published.
+_MADE = frozenset({".git", ".venv", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"})
+# A text of more than this is none that a person wrote.
+_LARGEST = 16 << 20
 _HEADS = {
     b"\x7fELF": "an ELF file",
     b"\xcf\xfa\xed\xfe": "a Mach-O file",
+    b"\xce\xfa\xed\xfe": "a Mach-O file",
+    b"\xca\xfe\xba\xbe": "a Mach-O or a Java file",
     b"MZ": "a Windows program",
     b"PK\x03\x04": "a ZIP archive",
     b"\x1f\x8b": "a gzip archive",
+    b"BZh": "a bzip2 archive",
+    b"\xfd7zXZ": "an xz archive",
+    b"\x28\xb5\x2f\xfd": "a Zstandard archive",
     b"!<arch>": "a static library",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"%PDF": "a PDF file",
 }
 # Not after "==": versions of packages may have four parts.
 _IPV4 = re.compile(r"(?<![\w.])(?<!==)(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w.])")
@@ -49,15 +48,27 @@ _HOSTS = re.compile(
     r"|json-schema\.org|localhost|example\.(?:com|org|invalid)|[\w-]+\.example|invalid)"
     r"|127(?:\.[0-9]+){3}|0\.0\.0\.[0-9]+|\[::1?\]|[0-9]+|[a-z]|host|worker|prefill|decode|router|server"
 )
-_PATHS = re.compile(r"(?<![\w./-])/(?:home|Users|root|data|mnt|nfs|scratch|workspace)/[\w.-]+")
+# Names that only some private network knows, with or without a URL around them.
+_INTERNAL = re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:internal|intranet|corp|lan|local)\b(?![\w(])")
+_REMOTE = re.compile(r"(?<![\w/.])[\w.-]+@[\w-]+(?:\.[\w-]+)*:[/~]")
+_PATHS = re.compile(
+    r"(?:(?<![\w./-])|(?<=file://))/(?:home|Users|root|data|mnt|nfs|scratch|srv|work|workspace)/[\w.-]+"
+)
 _SECRETS = {
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
     "an access token": re.compile(
         r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}"
-        r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
+        r"|xox[abprs]-[\w-]{10,}|pypi-[\w-]{16,}|npm_[A-Za-z0-9]{20,}|[Bb]earer [\w.~+/-]{16,}|AKIA[0-9A-Z]{16}"
+        r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
     ),
     "a credential": re.compile(
         r"(?i)\b(?:password|passwd|secret|api_?key|access_?key|token)\b\s*[:=]\s*['\"][^'\"\s$<{]{8,}['\"]"
+    ),
+    # As in a file of environment variables, or of settings: nothing stands around the value.
+    "a bare credential": re.compile(
+        r"^\s*(?:export\s+)?(?:[A-Z0-9]+_)*(?:PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_?KEY|TOKEN)\s*=\s*[\w.~+/-]{8,}\s*$"
+        r"|(?i:^\s*(?:password|passwd|secret|api_key|access_key|token):\s+[\w.~+/-]{8,}\s*$)"
+        r"|(?i:aws_secret_access_key\s*=\s*\S{16,})"
     ),
     # host:port@rank is how the router names a worker's data-parallel rank, not a user with a password.
     "a credential in a URL": re.compile(r"\b\w+://[^\s/:@'\"\[]+:(?!(?:[0-9]+|port)@)[^\s/@'\"]+@"),
@@ -77,7 +88,18 @@ class Finding:
 
 def scan(root: Path) -> list[Finding]:
     """Every finding in every file of the bundle at ``root``."""
-    return [finding for path in files(root) for finding in scan_bytes(path.relative_to(root).as_posix(), _read(path))]
+    return [finding for path in files(root) for finding in _scan_file(path, path.relative_to(root).as_posix())]
+
+
+def _scan_file(path: Path, name: str) -> Iterator[Finding]:
+    """The findings in one file, which may be anything: a pipe would never end, a huge one would not fit."""
+    status = path.lstat()
+    if not (path.is_symlink() or stat.S_ISREG(status.st_mode)):
+        yield Finding(name, 1, "binary", "a special file")
+    elif status.st_size > _LARGEST:
+        yield Finding(name, 1, "binary", f"{status.st_size} bytes")
+    else:
+        yield from scan_bytes(name, _read(path))
 
 
 def check(root: Path) -> int:
@@ -99,14 +121,31 @@ def check(root: Path) -> int:
 
 
 def files(root: Path) -> Iterator[Path]:
-    """Every file of the bundle, made folders left out."""
+    """Every file that would be published: in a checkout what git does not ignore, else all but what is made there."""
+    for path in _tracked(root) or _walk(root):
+        if not (path.suffix == ".pyc" and path.parent.name == "__pycache__"):
+            yield path
+
+
+def _tracked(root: Path) -> list[Path]:
+    if not (root / ".git").exists():
+        return []
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    paths = [root / os.fsdecode(name) for name in sorted(set(listed.split(b"\0"))) if name]
+    return [path for path in paths if os.path.lexists(path)]
+
+
+def _walk(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _SKIP and not name.endswith(".egg-info"))
+        top = Path(folder) == root
+        folders[:] = sorted(name for name in folders if not (top and name in _MADE) and not name.endswith(".egg-info"))
         for name in sorted(names):
-            path = Path(folder, name)
-            # A worktree's .git is a file.
-            if name not in {".git", ".coverage"}:
-                yield path
+            if not (top and name in {".git", ".coverage"}):
+                yield Path(folder, name)
 
 
 def scan_bytes(path: str, data: bytes) -> Iterator[Finding]:
@@ -118,6 +157,13 @@ def scan_bytes(path: str, data: bytes) -> Iterator[Finding]:
     if b"\0" in data:
         yield Finding(path, data[: data.index(b"\0")].count(b"\n") + 1, "binary", "a NUL byte")
         return
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        # A diff may hold what its base holds, and the corpus is made to hold anything.
+        if not path.endswith((".patch", ".diff")) and not path.startswith("tests/corpus/"):
+            yield Finding(path, data[: error.start].count(b"\n") + 1, "binary", "bytes that are no UTF-8 text")
+            return
     for number, line in enumerate(data.decode("utf-8", "replace").split("\n"), 1):
         for what, text in _scan_line(line):
             yield Finding(path, number, what, text)
@@ -139,8 +185,9 @@ def _scan_line(line: str) -> Iterator[tuple[str, str]]:
         rank = re.fullmatch(r".+:(?:[0-9]+|port)@", match[1] or "")
         if not rank and not _HOSTS.fullmatch(match[2]):
             yield "a host", match[2]
-    for match in _PATHS.finditer(line):
-        yield "a private path", match[0]
+    for pattern, what in ((_INTERNAL, "a host"), (_REMOTE, "an account"), (_PATHS, "a private path")):
+        for match in pattern.finditer(line):
+            yield what, match[0]
 
 
 def _is_private_or_real(text: str) -> bool:
