@@ -139,8 +139,3 @@ def _pack_too_early(module: ModuleType) -> None:
         return pack(*args)
 
     vars(module)["_pack"], vars(module)["_transfer"] = early_pack, late_transfer
-
-
-@fault("pack-early-release", "a failed transfer gives the buffer back, as the stock engine does", *_PACK)
-def _pack_early_release(module: ModuleType) -> None:
-    vars(module)["_give_up"] = lambda state, status: setattr(state, "trusted", True)

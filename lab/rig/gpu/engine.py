@@ -1,5 +1,8 @@
 """Run the real 0.5.17 engine on one GPU, stock and patched, plain and speculative, and compare them.
 
+The stock top-k appends its picks in the order in which its threads come, so a long prompt's text differs from one run
+to the next; ``--topk torch`` takes a top-k of the engine that does not, and stock and patched are then bitwise equal.
+
 ``python3 -m lab.rig.gpu.engine PACK --out evidence/engine/NAME.json`` on the GPU machine, where ``PACK`` is the folder
 that ``lab.rig.gpu.pack`` wrote. Needs nothing beyond Python 3.12, Torch, numpy and CUDA's compiler, which are there.
 """
@@ -181,23 +184,26 @@ def machine() -> dict[str, str]:
     }
 
 
+# Left, right, and whether their texts must be the same. Speculation verifies several rows at once, and bf16 sums of
+# another batch shape differ in their last bits, so a near tie may go the other way: told, not demanded.
 PAIRS = (
-    ("stock plain", "patched plain"),
-    ("stock speculative", "patched speculative"),
-    ("stock plain", "stock speculative"),
+    ("stock plain", "patched plain", True),
+    ("stock speculative", "patched speculative", True),
+    ("stock plain", "stock speculative", False),
 )
 
 
 def compared(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry for each pair of runs that both took place."""
     found = []
-    for left, right in PAIRS:
+    for left, right, demanded in PAIRS:
         if left in results and right in results:
             difference = client.compare(results[left]["answers"], results[right]["answers"])
             found.append(
                 {
                     "left": left,
                     "right": right,
+                    "demanded": demanded,
                     "requests": difference.requests,
                     "same_texts": difference.same_texts,
                     "first_difference": difference.first_token,
@@ -212,14 +218,14 @@ def write(report: dict[str, Any], results: Mapping[str, dict[str, Any]], out: Pa
     report["runs"] = {name: told(result) for name, result in results.items()}
     report["compared"] = compared(results)
     report["green"] = len(report["compared"]) == len(PAIRS) and all(
-        entry["same_texts"] == entry["requests"] for entry in report["compared"]
+        entry["same_texts"] == entry["requests"] for entry in report["compared"] if entry["demanded"]
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def main() -> int:
-    """Entry point of ``make gpu-engine``: 0 when every pair of texts is the same."""
+    """Entry point of ``make gpu-engine``: 0 when patched texts are those of stock."""
     parser = argparse.ArgumentParser(description="the real engine on one GPU, stock against patched")
     parser.add_argument("pack", type=Path)
     parser.add_argument("--out", type=Path, required=True)

@@ -6,6 +6,7 @@ import of a module which merely mentions the package succeeds. Nothing that runs
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -51,9 +52,7 @@ class _Ghost(metaclass=_GhostMeta):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        from pydantic_core import core_schema
-
-        return core_schema.any_schema()
+        return importlib.import_module("pydantic_core.core_schema").any_schema()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # As a decorator a ghost hands back what it decorates.
