@@ -72,9 +72,12 @@ def refuse_interrupted(tree: Tree) -> None:
     """
     if interrupted(tree):
         # Our own lock does not count: whoever holds it and finds a journal finds one of an earlier run.
-        if not isinstance(tree, Disk) and is_locked(tree):
-            raise _busy(tree.root)
-        raise recovery_needed(tree.root)
+        if isinstance(tree, Disk):
+            raise recovery_needed(tree.root)
+        with quiet(tree):
+            # Again, now that nobody writes: the run whose journal that was may have come to its end.
+            if interrupted(tree):
+                raise recovery_needed(tree.root)
 
 
 def run(
@@ -205,17 +208,38 @@ def locked(root: Path, disk_type: type[Disk] = Disk) -> Iterator[Disk]:
         yield disk
 
 
-def is_locked(tree: Tree) -> bool:
-    """Whether another process holds the tree's lock. Needs no right to write."""
+@contextmanager
+def quiet(tree: Tree) -> Iterator[None]:
+    """A moment in which nobody writes to the tree. Needs no right to write; a writer waits for its end.
+
+    Raises:
+        BundleError: BUSY, if somebody writes.
+    """
     # A descriptor of its own: a lock belongs to the open file, and this one must end here.
     fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=tree.fd)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno == errno.EWOULDBLOCK
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _busy(tree.root) from error
+        except OSError:
+            # A file system without locks: a writer could not have taken its own.
+            pass
+        yield
     finally:
         os.close(fd)
-    return False
+
+
+def left_behind(tree: Tree) -> tuple[bool, Journal | None]:
+    """Whether an earlier run was interrupted, and its journal, if it got as far as to write one.
+
+    Raises:
+        BundleError: BUSY, if that run is still at work; JOURNAL.
+    """
+    if not interrupted(tree):
+        return False, None
+    with quiet(tree):
+        return interrupted(tree), pending(tree)
 
 
 def _busy(root: Path) -> BundleError:
@@ -574,7 +598,8 @@ def _words(error: OSError | BundleError | KeyboardInterrupt) -> str:
         return f"{error.reason.value}: {error.where}"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by the user"
-    return error.strerror or str(error)
+    words = error.strerror or str(error)
+    return f"{words}: {error.filename}" if isinstance(error.filename, str) else words
 
 
 def _roll_back(disk: Disk, log: Journal, steps: Iterable[Step]) -> None:
