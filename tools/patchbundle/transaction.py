@@ -21,7 +21,7 @@ from pathlib import Path
 
 from patchbundle import bytecode, journal, names
 from patchbundle.disk import Disk
-from patchbundle.errors import BundleError, Exit, Reason
+from patchbundle.errors import BundleError, Exit, Reason, command
 from patchbundle.identity import ABSENT, EXECUTABLE, Identity
 from patchbundle.journal import Journal, Step
 from patchbundle.plan import Plan
@@ -244,7 +244,7 @@ def left_behind(tree: Tree) -> tuple[bool, Journal | None]:
 
 def _busy(root: Path) -> BundleError:
     return BundleError(
-        Reason.BUSY, str(root), next_step=f"wait for the other run, then: tools/apply.py status --root {root}"
+        Reason.BUSY, str(root), next_step=f"wait for the other run, then: {command('status', '--root', root)}"
     )
 
 
@@ -256,8 +256,8 @@ def recovery_needed(root: Path) -> BundleError:
     return BundleError(Reason.RECOVERY_NEEDED, str(root), next_step=_recover_command(root))
 
 
-def _recover_command(root: Path) -> str:
-    return f"run: tools/apply.py recover --root {root}"
+def _recover_command(root: Path, *more: str) -> str:
+    return f"run: {command('recover', '--root', root, *more)}"
 
 
 # Before anything is written.
@@ -390,7 +390,8 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes]) -> None:
         above = folder.rpartition("/")[0]
         with disk.folder(above) as fd:
             status = os.fstat(fd)
-        disk.mkdir(folder, 0o755 | (status.st_mode & stat.S_ISGID), _owner_below(status))
+        # As open as the folder above it, to everybody; but we must be able to fill it.
+        disk.mkdir(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU, _owner_below(status))
     for step in log.steps:
         found = disk.find(step.path)
         if found.identity != step.old:
@@ -568,9 +569,10 @@ def _undone(disk: Disk, error: OSError | BundleError | KeyboardInterrupt, tried:
         return _unfinished(disk.root, f"{_words(error)}; undoing it failed: {_words(second)}")
     if isinstance(error, BundleError):
         return error
+    place = getattr(error, "filename", None)
     return BundleError(
         Reason.STOPPED,
-        str(disk.root),
+        place if isinstance(place, str) else str(disk.root),
         expected="every call on the file system to succeed",
         found=f"{_words(error)}; everything was undone, the tree is as it was",
         next_step="mend the cause, then run the command again",
@@ -661,7 +663,7 @@ def _obstacle(disk: Disk, log: Journal, back: bool) -> BundleError | None:
                 str(disk.root / needed),
                 expected=wanted.brief(),
                 found=disk.find(needed).identity.brief(),
-                next_step=_recover_command(disk.root) + ("" if back else " --back"),
+                next_step=_recover_command(disk.root, *([] if back else ["--back"])),
                 exit_code=Exit.RECOVERY_NEEDED,
             )
     return None
@@ -673,5 +675,5 @@ def _swapped(tree: Tree, path: str, found: Identity, expected: Identity) -> Bund
         str(tree.root / path),
         expected=expected.brief(),
         found=found.brief(),
-        next_step=f"find out what else writes to this tree, then run: tools/apply.py status --root {tree.root}",
+        next_step=f"find out what else writes to this tree, then run: {command('status', '--root', tree.root)}",
     )
