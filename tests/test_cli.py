@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -15,7 +16,7 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
-from patchbundle import cli, transaction
+from patchbundle import cli, journal, transaction
 from patchbundle.errors import BundleError, Exit, Reason
 from tests import toy as toys
 from tests import trees
@@ -206,6 +207,31 @@ def test_the_tools_run_from_any_folder_and_say_their_version(toy: Toy, tmp_path:
 )
 def test_wrong_usage_is_exit_code_2(toy: Toy, arguments: list[str]) -> None:
     assert CliRunner().invoke(cli.apply_cli, arguments).exit_code == Exit.USAGE
+
+
+def next_command(result: Result) -> list[str]:
+    """The words that a shell makes of the command after the next step's last colon."""
+    assert result.code not in (0, Exit.NOTHING_TO_DO)
+    line = next(line for line in result.err.splitlines() if line.startswith("  next: "))
+    words = shlex.split(re.split(r"(?:run|then|file): (?=tools/)", line)[1].removesuffix(", then edit"))
+    assert words[0] == "tools/apply.py"
+    return words[1:]
+
+
+def test_the_next_command_can_be_typed_as_it_stands_whatever_the_root_is_called(tmp_path: Path) -> None:
+    toy = toys.make(tmp_path / "it's a tree; echo $HOME")
+    root = str(toy.tree)
+    assert next_command(trees.revert(toy, "--to", "alpha-first")) == ["apply", "--to", "alpha-first", "--root", root]
+    with transaction.locked(toy.tree):
+        assert next_command(trees.apply(toy)) == ["status", "--root", root]
+    assert trees.apply(toy).code == 0
+    assert next_command(trees.apply(toy, "--to", "base")) == ["revert", "--to", "base", "--root", root]
+    assert next_command(trees.run(toy, "refresh", "alpha-first", "--from", toy.tree))[-2:] == ["--root", root]
+    assert trees.revert(toy).code == 0
+    (toy.tree / journal.BESIDE).write_bytes(b"")
+    told = next_command(trees.apply(toy))
+    assert told == ["recover", "--root", root]
+    assert trees.run(toy, *told).code == 0
 
 
 def test_an_unexpected_failure_of_the_system_is_told_as_one(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

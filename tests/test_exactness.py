@@ -59,11 +59,32 @@ def test_a_declared_change_of_mode_lets_those_run_it_who_may_read_it(toy: Toy, b
     assert mode(toy.tree / "sglang/srt/launch.sh") == before
 
 
-def test_new_folders_inherit_the_group_of_a_setgid_folder(toy: Toy) -> None:
-    (toy.tree / "sglang/srt").chmod(0o2775)
-    whole_way(toy)
-    trees.apply(toy)
-    assert mode((toy.tree / OURS).parent) == 0o2755
+@pytest.mark.parametrize("bits", [0o755, 0o700, 0o750, 0o2750, 0o2775, 0o1777, 0o711, 0o2700])
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o000])
+def test_new_folders_are_as_open_as_the_folder_above_them(toy: Toy, bits: int, umask: int) -> None:
+    """Neither open to those who were kept out, nor closed to those who share the tree; the setgid bit is passed on."""
+    for path in ("sglang/srt", "sglang/srt/layers"):
+        (toy.tree / path).chmod(bits)
+    before = os.umask(umask)
+    try:
+        whole_way(toy)
+        trees.apply(toy)
+        for path in (toys.HOME, f"{toys.HOME}/kernels", "sglang/srt/layers/deep", "sglang/srt/layers/deep/er"):
+            assert mode(toy.tree / path) == bits, path
+        assert trees.revert(toy).code == 0
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a folder of somebody else's")
+def test_a_new_folder_can_be_filled_by_whoever_makes_it_through_its_group() -> None:
+    with trees.open_place() as place:
+        toy = toys.make(place / "toy")
+        trees.give_away(toy.tree)
+        os.chown(toy.tree / "sglang/srt", 0, trees.NOBODY)
+        (toy.tree / "sglang/srt").chmod(0o575)
+        assert trees.unprivileged(lambda: trees.apply(toy)).code == 0
+        assert mode(toy.tree / toys.HOME) == 0o775
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can keep another's owner")

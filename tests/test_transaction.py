@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -380,6 +381,48 @@ def test_recovery_with_each_call_failing_is_recovered_in_turn(small: Scene, back
             except OSError:
                 pytest.fail("recover must refuse with exit code 4")
             small.where("apply")
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_failed_call_is_told_with_the_file_that_it_was_for(small: Scene, direction: str, code: int) -> None:
+    """Whatever the call knows of it: a name in a folder, or a descriptor."""
+    for number, (name, path) in enumerate(calls(small, direction), 1):
+        count = 0
+
+        def before(_: Disk, __: str, ___: str, number: int = number) -> None:
+            nonlocal count
+            count += 1
+            if count == number:
+                raise OSError(code, os.strerror(code))
+
+        small.start(direction)
+        try:
+            small.change(direction, hooked(before))
+        except OSError as error:
+            assert (name, error.filename) == ("flock", str(small.tree))
+        except BundleError as error:
+            place = str(small.tree if path == "." else small.tree / path)
+            if error.reason is Reason.STOPPED:
+                assert error.where == place, (name, path)
+            if error.reason is not Reason.BYTECODE:
+                assert f"{os.strerror(code)}: {place}" in str(error), (name, path)
+
+
+def test_next_steps_of_a_recovery_can_be_typed_as_they_stand(small: Scene, tmp_path: Path) -> None:
+    renames = [at for at, (name, path) in enumerate(calls(small, "apply"), 1) if (name, path) == ("rename", ENGINE)]
+    die(small, "apply", renames[0] + 1)
+    root = tmp_path / "a tree's place"
+    shutil.copytree(small.tree, root, symlinks=True)
+    for place in root.rglob(".patchbundle-*.*"):
+        place.unlink()
+        place.write_bytes(b"other")
+    with pytest.raises(BundleError) as caught:
+        transaction.recover(root, back=True)
+    assert shlex.split(caught.value.next_step) == ["run:", "tools/apply.py", "recover", "--root", str(root)]
+    with pytest.raises(BundleError) as caught:
+        transaction.recover(root)
+    assert shlex.split(caught.value.next_step)[-3:] == ["--root", str(root), "--back"]
 
 
 def test_interrupted_by_the_user_at_any_call_it_is_undone_or_recovered(small: Scene) -> None:

@@ -11,7 +11,7 @@ from patchbundle import disk, names, parse
 from patchbundle import plan as plan_module
 from patchbundle.bases import Base
 from patchbundle.diff import FileDiff, Hunk, split_lines
-from patchbundle.errors import BundleError, Reason
+from patchbundle.errors import BundleError, Reason, command
 from patchbundle.identity import File, identity_of
 from patchbundle.manifest import Bundle, Patch
 from patchbundle.tree import Tree
@@ -85,7 +85,7 @@ def refresh(bundle: Bundle, patch_id: str, root: Path) -> Refreshed:
                 f"{root}/{path}",
                 expected=f"a tree at {patch_id}",
                 found="a file of a later patch",
-                next_step=f"run: tools/apply.py revert --to {patch_id} --root {root}, then edit",
+                next_step=f"run: {command('revert', '--to', patch_id, '--root', root)}, then edit",
             )
     written: dict[str, bytes] = {}
     unnamed: list[str] = []

@@ -311,8 +311,7 @@ def recover_command(report: Report, bundle_path: Path, root: Path, back: bool, d
     root = target_module.interrupted_root(root)
     if dry_run:
         with Tree(root) as tree:
-            log = transaction.pending(tree)
-            found = transaction.interrupted(tree)
+            found, log = transaction.left_behind(tree)
         report.result["interrupted"] = found
         report.result["phase"] = log.phase if log else None
         report.say(

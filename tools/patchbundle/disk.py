@@ -10,7 +10,10 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +22,8 @@ from patchbundle.tree import Tree
 
 _T = TypeVar("_T")
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# How long a writer waits for readers to let go of the lock, in seconds. Each holds it for the moment of a look.
+_PATIENCE = 1.0
 
 
 class Disk(Tree):
@@ -28,6 +33,15 @@ class Disk(Tree):
         """Run one call on the file system. ``name`` and ``path`` say which."""
         return action()
 
+    @contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        """Let every OSError from here name the whole path: the system knows only a component, or a descriptor."""
+        try:
+            yield
+        except OSError as error:
+            error.filename, error.filename2 = str(self.root / path), None
+            raise
+
     def create(
         self, path: str, data: bytes, permissions: int, owner: tuple[int, int] | None, like: str | None = None
     ) -> None:
@@ -35,7 +49,7 @@ class Disk(Tree):
 
         It gets the extended attributes (access control lists, labels) of the file ``like``.
         """
-        with self.parent(path) as (folder, name):
+        with self._naming(path), self.parent(path) as (folder, name):
             fd = self.call("open", path, lambda: os.open(name, _NEW, 0o600, dir_fd=folder))
             try:
                 rest = memoryview(data)
@@ -69,7 +83,7 @@ class Disk(Tree):
             os.close(old)
 
     def link(self, old: str, new: str) -> None:
-        with self.parent(old) as (folder, name), self.parent(new) as (new_folder, new_name):
+        with self._naming(new), self.parent(old) as (folder, name), self.parent(new) as (new_folder, new_name):
             self.call(
                 "link",
                 new,
@@ -78,29 +92,29 @@ class Disk(Tree):
 
     def rename(self, old: str, new: str) -> None:
         """Both in one folder: a rename across folders fails on overlayfs, and across mounts anywhere."""
-        with self.parent(old) as (folder, name):
+        with self._naming(new), self.parent(old) as (folder, name):
             new_name = new.rpartition("/")[2]
             self.call("rename", new, lambda: os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=folder))
 
     def unlink(self, path: str) -> None:
-        with self.parent(path) as (folder, name):
+        with self._naming(path), self.parent(path) as (folder, name):
             self.call("unlink", path, lambda: os.unlink(name, dir_fd=folder))
 
     def mkdir(self, path: str, permissions: int, owner: tuple[int, int] | None) -> None:
-        with self.parent(path) as (folder, name):
+        with self._naming(path), self.parent(path) as (folder, name):
             self.call("mkdir", path, lambda: os.mkdir(name, 0o700, dir_fd=folder))
-        with self.folder(path) as fd:
+        with self._naming(path), self.folder(path) as fd:
             status = os.fstat(fd)
             if owner is not None and owner != (status.st_uid, status.st_gid):
                 self.call("chown", path, lambda: os.fchown(fd, *owner))
             self.call("chmod", path, lambda: os.fchmod(fd, permissions))
 
     def rmdir(self, path: str) -> None:
-        with self.parent(path) as (folder, name):
+        with self._naming(path), self.parent(path) as (folder, name):
             self.call("rmdir", path, lambda: os.rmdir(name, dir_fd=folder))
 
     def sync_folder(self, path: str) -> None:
-        with self.folder(path) as fd:
+        with self._naming(path), self.folder(path) as fd:
             self.call("fsync", path or ".", lambda: os.fsync(fd))
 
     def replace(self, path: str, data: bytes, permissions: int = 0o644) -> None:
@@ -117,12 +131,30 @@ class Disk(Tree):
         """Take the tree's lock, for as long as this object is open; False if another process has it.
 
         The lock is on the folder itself: no file is left behind, and it ends with the process however it ends.
+        Readers share it for the moment of a look (:func:`patchbundle.transaction.refuse_interrupted`). That is
+        waited for: somebody who only looks must not make a writer fail.
         """
+        until = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                with self._naming(""):
+                    self.call("flock", ".", lambda: fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except BlockingIOError:
+                if self._another_writes() or time.monotonic() > until:
+                    return False
+                # Not in step with others that wait too: each looks with a shared lock of its own.
+                time.sleep(random.uniform(0.001, 0.01))
+            else:
+                return True
+
+    def _another_writes(self) -> bool:
+        """Whether what keeps us from the lock is a writer, which alone does not share it."""
         try:
-            self.call("flock", ".", lambda: fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
-        return True
+            return True
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return False
 
 
 def _attributes(fd: int) -> list[str]:

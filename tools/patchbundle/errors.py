@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from enum import Enum, IntEnum
+
+
+def command(*words: object, tool: str = "tools/apply.py") -> str:
+    """A command as it may be typed into a shell, whatever stands in its words."""
+    return f"{tool} {shlex.join(str(word) for word in words)}"
 
 
 class Exit(IntEnum):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from patchbundle import bytecode, journal, names
 from patchbundle.disk import Disk
-from patchbundle.errors import BundleError, Exit, Reason
+from patchbundle.errors import BundleError, Exit, Reason, command
 from patchbundle.identity import ABSENT, EXECUTABLE, Identity
 from patchbundle.journal import Journal, Step
 from patchbundle.plan import Plan
@@ -72,9 +72,12 @@ def refuse_interrupted(tree: Tree) -> None:
     """
     if interrupted(tree):
         # Our own lock does not count: whoever holds it and finds a journal finds one of an earlier run.
-        if not isinstance(tree, Disk) and is_locked(tree):
-            raise _busy(tree.root)
-        raise recovery_needed(tree.root)
+        if isinstance(tree, Disk):
+            raise recovery_needed(tree.root)
+        with quiet(tree):
+            # Again, now that nobody writes: the run whose journal that was may have come to its end.
+            if interrupted(tree):
+                raise recovery_needed(tree.root)
 
 
 def run(
@@ -205,22 +208,43 @@ def locked(root: Path, disk_type: type[Disk] = Disk) -> Iterator[Disk]:
         yield disk
 
 
-def is_locked(tree: Tree) -> bool:
-    """Whether another process holds the tree's lock. Needs no right to write."""
+@contextmanager
+def quiet(tree: Tree) -> Iterator[None]:
+    """A moment in which nobody writes to the tree. Needs no right to write; a writer waits for its end.
+
+    Raises:
+        BundleError: BUSY, if somebody writes.
+    """
     # A descriptor of its own: a lock belongs to the open file, and this one must end here.
     fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=tree.fd)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno == errno.EWOULDBLOCK
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _busy(tree.root) from error
+        except OSError:
+            # A file system without locks: a writer could not have taken its own.
+            pass
+        yield
     finally:
         os.close(fd)
-    return False
+
+
+def left_behind(tree: Tree) -> tuple[bool, Journal | None]:
+    """Whether an earlier run was interrupted, and its journal, if it got as far as to write one.
+
+    Raises:
+        BundleError: BUSY, if that run is still at work; JOURNAL.
+    """
+    if not interrupted(tree):
+        return False, None
+    with quiet(tree):
+        return interrupted(tree), pending(tree)
 
 
 def _busy(root: Path) -> BundleError:
     return BundleError(
-        Reason.BUSY, str(root), next_step=f"wait for the other run, then: tools/apply.py status --root {root}"
+        Reason.BUSY, str(root), next_step=f"wait for the other run, then: {command('status', '--root', root)}"
     )
 
 
@@ -232,8 +256,8 @@ def recovery_needed(root: Path) -> BundleError:
     return BundleError(Reason.RECOVERY_NEEDED, str(root), next_step=_recover_command(root))
 
 
-def _recover_command(root: Path) -> str:
-    return f"run: tools/apply.py recover --root {root}"
+def _recover_command(root: Path, *more: str) -> str:
+    return f"run: {command('recover', '--root', root, *more)}"
 
 
 # Before anything is written.
@@ -366,7 +390,8 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes]) -> None:
         above = folder.rpartition("/")[0]
         with disk.folder(above) as fd:
             status = os.fstat(fd)
-        disk.mkdir(folder, 0o755 | (status.st_mode & stat.S_ISGID), _owner_below(status))
+        # As open as the folder above it, to everybody; but we must be able to fill it.
+        disk.mkdir(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU, _owner_below(status))
     for step in log.steps:
         found = disk.find(step.path)
         if found.identity != step.old:
@@ -544,9 +569,10 @@ def _undone(disk: Disk, error: OSError | BundleError | KeyboardInterrupt, tried:
         return _unfinished(disk.root, f"{_words(error)}; undoing it failed: {_words(second)}")
     if isinstance(error, BundleError):
         return error
+    place = getattr(error, "filename", None)
     return BundleError(
         Reason.STOPPED,
-        str(disk.root),
+        place if isinstance(place, str) else str(disk.root),
         expected="every call on the file system to succeed",
         found=f"{_words(error)}; everything was undone, the tree is as it was",
         next_step="mend the cause, then run the command again",
@@ -574,7 +600,8 @@ def _words(error: OSError | BundleError | KeyboardInterrupt) -> str:
         return f"{error.reason.value}: {error.where}"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by the user"
-    return error.strerror or str(error)
+    words = error.strerror or str(error)
+    return f"{words}: {error.filename}" if isinstance(error.filename, str) else words
 
 
 def _roll_back(disk: Disk, log: Journal, steps: Iterable[Step]) -> None:
@@ -636,7 +663,7 @@ def _obstacle(disk: Disk, log: Journal, back: bool) -> BundleError | None:
                 str(disk.root / needed),
                 expected=wanted.brief(),
                 found=disk.find(needed).identity.brief(),
-                next_step=_recover_command(disk.root) + ("" if back else " --back"),
+                next_step=_recover_command(disk.root, *([] if back else ["--back"])),
                 exit_code=Exit.RECOVERY_NEEDED,
             )
     return None
@@ -648,5 +675,5 @@ def _swapped(tree: Tree, path: str, found: Identity, expected: Identity) -> Bund
         str(tree.root / path),
         expected=expected.brief(),
         found=found.brief(),
-        next_step=f"find out what else writes to this tree, then run: tools/apply.py status --root {tree.root}",
+        next_step=f"find out what else writes to this tree, then run: {command('status', '--root', tree.root)}",
     )

@@ -17,7 +17,7 @@ from patchbundle.attest import Attestation
 from patchbundle.bases import Base
 from patchbundle.bytecode import Cache
 from patchbundle.disk import Disk
-from patchbundle.errors import BundleError, Reason
+from patchbundle.errors import BundleError, Reason, command
 from patchbundle.manifest import Bundle
 from patchbundle.plan import Plan
 from patchbundle.processes import Process
@@ -110,7 +110,7 @@ def make_plan(
             str(target.root),
             expected=f"a tree {'at or below' if direction == 'apply' else 'at or above'} {state.pins.name_of(wanted)}",
             found=f"level {level} ({state.pins.name_of(level)})",
-            next_step=f"run: tools/apply.py {other} --to {state.pins.name_of(wanted)} --root {target.root}",
+            next_step=f"run: {command(other, '--to', state.pins.name_of(wanted), '--root', target.root)}",
         )
     made = plan_module.plan(
         bundle,
