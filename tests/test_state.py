@@ -215,7 +215,7 @@ def test_no_more_of_a_file_is_read_than_can_match(tmp_path: Path, monkeypatch: p
         found = tree.find("x", 4)
         assert (found.identity.sha256, found.data) == ("", None)
         assert sum(asked) == 5
-        assert "too large to be read" in found.identity.brief()
+        assert "larger than what may be there" in found.identity.brief()
 
 
 # A receipt of another bundle.
