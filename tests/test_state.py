@@ -140,6 +140,43 @@ def test_an_interpreter_in_usr_bin_is_not_taken_for_a_user_of_every_tree_below_u
         process.communicate()
 
 
+def test_a_process_is_found_by_a_file_that_it_has_mapped_alone(toy: Toy) -> None:
+    """Its command line does not name the tree, and its interpreter is nobody's."""
+    text = "import mmap, sys; f = open(sys.stdin.readline().strip(), 'rb'); "
+    text += "m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); print('up', flush=True); sys.stdin.readline()"
+    command = [sys.executable, "-S", "-c", text]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{toy.tree / ENGINE}\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        later = time.time() + 5
+        assert process.pid in [item.pid for item in processes.older_than(toy.tree, later)]
+        assert process.pid not in [item.pid for item in processes.older_than(toy.tree / "sglang/srt/layers", later)]
+        process.kill()
+
+
+def test_those_that_started_this_command_are_not_told_as_users_of_the_tree(toy: Toy) -> None:
+    """A shell that names the tree in its command line, and one above it; a sibling that does so is told."""
+    text = "import sys, time; from pathlib import Path; from patchbundle import processes; "
+    text += "print([p.pid for p in processes.older_than(Path(sys.argv[1]), time.time() + 5)], flush=True)"
+    inner = f"{sys.executable} -c '{text}' {toy.tree}; : {toy.tree}/x"
+    # The shell in the middle is named (a) (b), as a process may be.
+    (toy.tree.parent / "a) (b").symlink_to("/bin/sh")
+    outer = '"$0" -c "$1" & echo $!; wait; : "$2"'
+    command = ["/bin/sh", "-c", outer, str(toy.tree.parent / "a) (b"), inner, f"{toy.tree}/x"]
+    sibling = subprocess.Popen([sys.executable, "-c", "input()", f"{toy.tree}/x"], stdin=subprocess.PIPE)
+    try:
+        environment = {**os.environ, "PYTHONPATH": str(trees.REPOSITORY / "tools")}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        middle, told = done.stdout.splitlines()
+        assert json.loads(told) == [sibling.pid], (middle, done)
+    finally:
+        sibling.kill()
+        sibling.communicate()
+
+
 def test_a_look_leaves_no_trace(toy: Toy) -> None:
     trees.change(toy, "apply")
     before = trees.snapshot(toy.tree)
