@@ -220,6 +220,25 @@ def test_lock_edited(toy: Toy, old: bytes) -> None:
     refused(toy, lambda: trees.apply(toy), Reason.LOCK)
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("config/bases.toml", Reason.MANIFEST),
+        ("patches/pins.lock", Reason.LOCK),
+        ("patches/series.toml", Reason.MANIFEST),
+        ("sources/prefill/alpha.py", Reason.MANIFEST),
+    ],
+)
+def test_a_file_of_the_bundle_that_is_a_fifo_or_huge_is_refused_at_once(toy: Toy, path: str, reason: Reason) -> None:
+    place = toy.bundle / path
+    with place.open("r+b") as stream:
+        stream.truncate(1 << 40)
+    assert "too large" in refused(toy, lambda: trees.apply(toy), reason).err
+    as_fifo(place)
+    # Where a link would do, so would a fifo: the look for what nobody names finds both first.
+    refused(toy, lambda: trees.apply(toy), Reason.MANIFEST if path.startswith("config") else Reason.ORPHAN)
+
+
 def test_lock_missing(toy: Toy) -> None:
     (toy.bundle / "patches" / "pins.lock").unlink()
     assert "pin" in refused(toy, lambda: trees.apply(toy), Reason.LOCK).err

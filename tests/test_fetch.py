@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,66 @@ def test_a_wrong_archive_in_the_cache_is_refused_and_kept(cached: tuple[Base, Ar
     assert caught.value.reason is Reason.ARCHIVE
     assert str(place) in caught.value.where
     assert place.read_bytes() == data
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda place: place.symlink_to("nowhere")])
+@pytest.mark.parametrize("offline", [True, False])
+def test_something_odd_in_the_place_of_an_archive_is_refused_at_once(
+    cached: tuple[Base, Archive, Path], put: Callable[[Path], None], offline: bool
+) -> None:
+    base, archive, place = cached
+    place.unlink()
+    put(place)
+    with pytest.raises(BundleError) as caught:
+        fetch.fetch(base, archive, offline=offline)
+    assert (caught.value.reason, caught.value.found) == (Reason.ARCHIVE, "no plain file")
+
+
+@pytest.mark.parametrize("arguments", [["--offline"], []])
+def test_what_is_cached_is_found_in_a_cache_that_may_only_be_read(arguments: list[str]) -> None:
+    with trees.open_place() as place:
+        toy = toys.make(place / "toy")
+        for path in [toy.cache, *toy.cache.rglob("*")]:
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        before = trees.snapshot(toy.cache)
+        result = trees.unprivileged(lambda: trees.run(toy, "fetch-base", *arguments))
+        assert result.code == 0, result
+        assert trees.snapshot(toy.cache) == before
+
+
+def test_offline_makes_no_cache(
+    cached: tuple[Base, Archive, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATCHBUNDLE_CACHE", str(tmp_path / "none"))
+    with pytest.raises(BundleError) as caught:
+        fetch.fetch(*cached[:2], offline=True)
+    assert caught.value.reason is Reason.NOT_FETCHED
+    assert not (tmp_path / "none").exists()
+
+
+def test_two_clones_that_want_the_same_archive_fetch_it_once(
+    cached: tuple[Base, Archive, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second waits for the first and finds what it fetched. A lock belongs to an open file, so threads will do."""
+    base, archive, place = cached
+    data = place.read_bytes()
+    place.unlink()
+    fetched: list[Path] = []
+    both = threading.Event()
+
+    def slow(_: Base, item: Archive, folder: Path) -> Path:
+        fetched.append(folder)
+        if len(fetched) > 1:
+            both.set()
+        both.wait(0.5)
+        (folder / item.filename).write_bytes(data)
+        return folder / item.filename
+
+    monkeypatch.setattr(fetch, "_download", slow)
+    with ThreadPoolExecutor(2) as pool:
+        places = list(pool.map(lambda _: fetch.fetch(base, archive), range(2)))
+    assert places == [place, place]
+    assert len(fetched) == 1
 
 
 def index(place: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

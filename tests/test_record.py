@@ -187,12 +187,14 @@ def test_what_an_installer_added_is_left_out() -> None:
     own = listing(("a/x.py", A), ("a-1.dist-info/METADATA", B))
     more = listing(
         ("../bin/x", A), ("/abs", A), ("a-1.dist-info/INSTALLER", A), ("a-1.dist-info/REQUESTED", A),
-        ("a-1.dist-info/direct_url.json", A), ("a/__pycache__/x.pyc", A), "a/y.pyc,,", "a-1.dist-info/RECORD,,",
+        ("a-1.dist-info/direct_url.json", A), ("a-1.dist-info/uv_cache.json", A), ("a-1.dist-info/uv_build.json", A),
+        ("a/__pycache__/x.pyc", A), "a/y.pyc,,", "a-1.dist-info/RECORD,,",
     )  # fmt: skip
     digest = record.entries_digest(record.entries(own))
     assert record.entries_digest(record.entries(more + own)) == digest
     assert record.entries_digest(record.entries(own.replace(b"\n", b"\r\n"))) == digest
-    assert record.entries_digest(record.entries(own + listing(("a/new.py", A)))) != digest
+    for path in ("a/new.py", "a/uv_build.json", "uv_build.json", "a-1.dist-info/other.json"):
+        assert record.entries_digest(record.entries(own + listing((path, A)))) != digest
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from patchbundle import processes, work
+from patchbundle.identity import File, Identity
+from patchbundle.tree import Found, Tree
 from tests import toy as toys
 from tests import trees
 from tests.toy import Toy
@@ -135,6 +140,43 @@ def test_an_interpreter_in_usr_bin_is_not_taken_for_a_user_of_every_tree_below_u
         process.communicate()
 
 
+def test_a_process_is_found_by_a_file_that_it_has_mapped_alone(toy: Toy) -> None:
+    """Its command line does not name the tree, and its interpreter is nobody's."""
+    text = "import mmap, sys; f = open(sys.stdin.readline().strip(), 'rb'); "
+    text += "m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); print('up', flush=True); sys.stdin.readline()"
+    command = [sys.executable, "-S", "-c", text]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{toy.tree / ENGINE}\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        later = time.time() + 5
+        assert process.pid in [item.pid for item in processes.older_than(toy.tree, later)]
+        assert process.pid not in [item.pid for item in processes.older_than(toy.tree / "sglang/srt/layers", later)]
+        process.kill()
+
+
+def test_those_that_started_this_command_are_not_told_as_users_of_the_tree(toy: Toy) -> None:
+    """A shell that names the tree in its command line, and one above it; a sibling that does so is told."""
+    text = "import sys, time; from pathlib import Path; from patchbundle import processes; "
+    text += "print([p.pid for p in processes.older_than(Path(sys.argv[1]), time.time() + 5)], flush=True)"
+    inner = f"{sys.executable} -c '{text}' {toy.tree}; : {toy.tree}/x"
+    # The shell in the middle is named (a) (b), as a process may be.
+    (toy.tree.parent / "a) (b").symlink_to("/bin/sh")
+    outer = '"$0" -c "$1" & echo $!; wait; : "$2"'
+    command = ["/bin/sh", "-c", outer, str(toy.tree.parent / "a) (b"), inner, f"{toy.tree}/x"]
+    sibling = subprocess.Popen([sys.executable, "-c", "input()", f"{toy.tree}/x"], stdin=subprocess.PIPE)
+    try:
+        environment = {**os.environ, "PYTHONPATH": str(trees.REPOSITORY / "tools")}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        middle, told = done.stdout.splitlines()
+        assert json.loads(told) == [sibling.pid], (middle, done)
+    finally:
+        sibling.kill()
+        sibling.communicate()
+
+
 def test_a_look_leaves_no_trace(toy: Toy) -> None:
     trees.change(toy, "apply")
     before = trees.snapshot(toy.tree)
@@ -143,3 +185,162 @@ def test_a_look_leaves_no_trace(toy: Toy) -> None:
     work.status(*trees.load(toy))
     assert trees.snapshot(toy.tree) == before
     assert set(os.listdir("/proc/self/fd")) == opened
+
+
+# What is too large to be it.
+
+
+def grown(place: Path, size: int = 1 << 35) -> None:
+    """A file of 32 GiB that takes no room."""
+    with place.open("r+b") as stream:
+        stream.truncate(size)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (3 << 30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        (ENGINE, "drift"),
+        ("sglang/srt/layers/pool.py", "drift"),
+        (toys.RECORD, "record"),
+        (f"{toys.HOME}/receipt.json", "not-expected"),
+        (f"{toys.HOME}/alpha.py", "drift"),
+    ],
+)
+def test_a_file_grown_beyond_all_reason_is_told_by_its_size_and_not_read(toy: Toy, path: str, reason: str) -> None:
+    trees.change(toy, "apply")
+    grown(toy.tree / path)
+    for done in (trees.apply(toy), trees.revert(toy), trees.check(toy)):
+        assert (done.code, f"[{reason}]" in done.err) == (1, True), done
+        assert path in done.err
+    assert trees.status(toy).code == 1
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("path", ["sglang/srt/tool.sh", "sglang/theirs.bin", f"{toys.INFO}/WHEEL"])
+def test_a_huge_file_that_nobody_pins_is_attested_by_its_size(toy: Toy, path: str) -> None:
+    (toy.tree / path).touch()
+    grown(toy.tree / path)
+    result = trees.check(toy, "--full", "-v")
+    assert path in result.out + result.err
+    assert result.code == (0 if path.endswith(".bin") else 1)
+
+
+def test_no_more_of_a_file_is_read_than_can_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even of one that grows after its size was taken."""
+    (tmp_path / "x").write_bytes(b"1234")
+    asked: list[int] = []
+
+    def endless(_: int, count: int) -> bytes:
+        asked.append(count)
+        return b"x" * count
+
+    with Tree(tmp_path) as tree:
+        assert tree.find("x", 4).identity == Identity.of(b"1234")
+        assert tree.find("x", 4, keep=False) == Found(Identity.of(b"1234"), None, (tmp_path / "x").stat())
+        monkeypatch.setattr(os, "read", endless)
+        assert tree.find("x", 3).identity == Identity("file", "100644", "", 4)
+        assert asked == []
+        found = tree.find("x", 4)
+        assert (found.identity.sha256, found.data) == ("", None)
+        assert sum(asked) == 5
+        assert "larger than what may be there" in found.identity.brief()
+
+
+# A receipt of another bundle.
+
+
+def newer(toy: Toy, changes: bytes = b"") -> Toy:
+    """A bundle with one more patch, that reaches for files which the older one does not pin; on the same tree."""
+    changes = changes or toys.diff("sglang/_version.py", toys.BASE["sglang/_version.py"], None) + toys.diff(
+        "sglang/extra.py", None, File(b"x = 1\n")
+    )
+    made = toys.make(toy.tree.parent / "newer", entries=[*toys.series(), toys.Entry("delta-fourth", changes)])
+    return Toy(made.bundle, toy.tree, made.cache)
+
+
+def test_an_older_bundle_does_not_take_a_newer_bundles_tree_for_its_own(toy: Toy) -> None:
+    """It would say "base" of a tree in which files are gone and others are new, and delete the receipt that knew."""
+    other = newer(toy)
+    trees.change(other, "apply")
+    before = trees.snapshot(toy.tree)
+    for done in (
+        trees.apply(toy),
+        trees.apply(toy, "-n"),
+        trees.revert(toy),
+        trees.revert(toy, "--to", "alpha-first"),
+        trees.run(toy, "plan", "--root", toy.tree),
+        trees.check(toy),
+        trees.check(toy, "--expect", "applied"),
+    ):
+        assert done.code == 1, done
+        assert "[not-expected]" in done.err
+        assert "receipt.json (of an unknown bundle" in done.err
+        assert "alpha-first, beta-second, gamma-third, delta-fourth" in done.err
+        assert "use the bundle that wrote it" in done.err
+    told = trees.status(toy)
+    assert told.code == 1
+    assert "receipt: of an unknown bundle" in told.out
+    assert trees.status(toy, "--json").table["result"]["status"]["level"] is None
+    full = trees.check(toy, "--full")
+    assert (full.code, "[not-attested]" in full.err) == (1, True)
+    assert trees.snapshot(toy.tree) == before
+    trees.change(other, "revert")
+    assert trees.apply(toy).code == 0
+
+
+def test_the_way_out_of_an_unknown_receipt(toy: Toy) -> None:
+    """Nothing but the receipt is odd: --full says no more than that, and without the receipt the hashes tell."""
+    trees.change(toy, "apply")
+    receipt = toy.tree / toys.HOME / "receipt.json"
+    table = json.loads(receipt.read_text())
+    receipt.write_text(json.dumps({**table, "bundle": "0" * 64, "patches": ["alpha-first", "omega-last"]}))
+    assert "[not-expected]" in trees.check(toy, "--full").err
+    (toy.tree / "sglang/theirs.py").touch()
+    assert "sglang/theirs.py (extra)" in trees.check(toy, "--full").err
+    receipt.unlink()
+    assert trees.apply(toy).code == 0
+    assert trees.check(toy, "--full", "--expect", "applied").code == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"level": 1}, "other"),
+        ({"patches": []}, "other"),
+        ({"patches": ["beta-second"]}, "of an unknown bundle"),
+        ({"patches": None}, "of an unknown bundle"),
+        ({"patches": [*toys.LEVELS, "delta"]}, "of an unknown bundle"),
+        ({"bundle": "0" * 64}, "other"),
+        ({"bundle": 7}, "other"),
+        ({"bundle": "0" * 64, "patches": []}, "of an unknown bundle"),
+        ({"bundle": "0" * 64, "patches": ["alpha-first"]}, "of an unknown bundle"),
+        ({"bundle": "0" * 64, "patches": [*toys.LEVELS]}, "of an unknown bundle"),
+        ({"bundle": "0" * 64, "patches": {"alpha-first": 1}}, "of an unknown bundle"),
+        ({"bundle": "0" * 64, "base": "sglang-0.5.18"}, "of an unknown bundle"),
+        ({"bundle": "0" * 64, "role": "decode"}, "of an unknown bundle"),
+    ],
+    ids=str,
+)
+def test_which_receipts_are_of_an_unknown_bundle(toy: Toy, changed: dict[str, object], word: str) -> None:
+    trees.change(toy, "apply", "beta-second")
+    receipt = toy.tree / toys.HOME / "receipt.json"
+    receipt.write_text(json.dumps({**json.loads(receipt.read_text()), **changed}))
+    assert trees.look(toy).receipt == word
+    assert trees.apply(toy).code == (0 if word == "other" else 1)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 100_000, b'{"patches": [[], {}, null]}'])
+def test_a_receipt_that_does_not_read_may_be_anybodys(toy: Toy, data: bytes) -> None:
+    trees.change(toy, "apply")
+    (toy.tree / toys.HOME / "receipt.json").write_bytes(data)
+    assert trees.look(toy).receipt == "of an unknown bundle"
+    assert "[not-expected]" in trees.revert(toy).err

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -208,7 +210,7 @@ def test_a_role_that_the_tree_is_not_of(toy: Toy) -> None:
 
 def beside(toy: Toy, version: str) -> None:
     folder = toy.tree / f"torch-{version}.dist-info"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
 
 
@@ -246,3 +248,190 @@ def test_the_prefix_that_the_asked_interpreter_has(toy: Toy, tmp_path: Path, mon
     (site / "prefix.pth").write_text(f"import sys; sys.pycache_prefix = '{tmp_path}/own'\n")
     assert tmp_path / "own" / site.relative_to("/") in discover(toy, python=str(python)).mirrors
     assert os.environ.get("PYTHONPYCACHEPREFIX") is None
+
+
+# An answer that is none.
+
+
+def script(folder: Path, text: str) -> str:
+    place = folder / "python"
+    place.write_text(f"#!/bin/sh\n{text}\n")
+    place.chmod(0o755)
+    return str(place)
+
+
+GOOD = '"locations": [], "path": [], "prefix": null, "seen": {}'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{}",
+        "5",
+        "null",
+        "[]",
+        '"text"',
+        '{"locations": null}',
+        "{" + GOOD.replace('"locations": []', '"locations": null') + "}",
+        "{" + GOOD.replace('"locations": []', '"locations": [1]') + "}",
+        "{" + GOOD.replace('"path": []', '"path": {}') + "}",
+        "{" + GOOD.replace('"path": []', '"path": ["a\\u0000b"]') + "}",
+        "{" + GOOD.replace("null", "3") + "}",
+        "{" + GOOD.replace("{}", "[]") + "}",
+        "{" + GOOD.replace("{}", '{"torch": "2"}') + "}",
+        "{" + GOOD.replace("{}", '{"torch": ["2"]}') + "}",
+        "{" + GOOD.replace("{}", '{"torch": ["2", 3]}') + "}",
+        "[" * 100_000,
+        "\\377",
+    ],
+    ids=lambda answer: answer[:40],
+)
+def test_an_answer_of_another_shape_is_one_clear_refusal(toy: Toy, tmp_path: Path, answer: str) -> None:
+    (tmp_path / "answer").write_text(answer)
+    said = refused(toy, Reason.NO_TARGET, python=script(tmp_path, f"printf '%b' \"$(cat {tmp_path}/answer)\""))
+    assert said.expected == "a Python interpreter"
+
+
+def test_an_answer_of_the_right_shape_without_a_tree(toy: Toy, tmp_path: Path) -> None:
+    said = refused(toy, Reason.NO_TARGET, python=script(tmp_path, f"echo '{{{GOOD}}}'"))
+    assert said.found == "neither"
+
+
+@pytest.mark.parametrize("text", ["sleep 50", "sleep 50 & wait", "exec >&- 2>&-; sleep 50"])
+def test_an_interpreter_that_does_not_answer_is_left_and_ended(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(target_module, "_PATIENCE", 0.3)
+    began = time.monotonic()
+    said = refused(toy, Reason.NO_TARGET, python=script(tmp_path, f"echo $$ > {tmp_path}/pid\n{text}"))
+    assert time.monotonic() - began < 5
+    assert said.found in ("no answer within 0 seconds", "no end within 0 seconds")
+    assert "importlib" not in str(said)
+    group = int((tmp_path / "pid").read_text())
+    assert not group_lives(group)
+
+
+def group_lives(group: int) -> bool:
+    """Whether a process of it is left, when an ended orphan has had time to be taken by init."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_an_answer_without_end_is_not_kept(toy: Toy, tmp_path: Path) -> None:
+    assert "more than" in str(refused(toy, Reason.NO_TARGET, python=script(tmp_path, "yes")).found)
+
+
+def test_a_failing_interpreter_is_told_by_its_last_word(toy: Toy, tmp_path: Path) -> None:
+    said = refused(toy, Reason.NO_TARGET, python=script(tmp_path, "echo one >&2; echo two >&2; exit 3"))
+    assert said.found == "two"
+    assert refused(toy, Reason.NO_TARGET, python=script(tmp_path, "exit 3")).found == "exit code 3"
+
+
+def test_a_child_that_keeps_the_pipes_open_does_not_keep_us(toy: Toy, tmp_path: Path) -> None:
+    began = time.monotonic()
+    refused(toy, Reason.NO_TARGET, python=script(tmp_path, f"sleep 20 & echo '{{{GOOD}}}'"))
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("path", [f"{toys.INFO}/METADATA", "sglang/_version.py"])
+def test_a_fifo_where_the_version_is_looked_up_keeps_nobody_waiting(toy: Toy, path: str) -> None:
+    if path.endswith(".py"):
+        (toy.tree / toys.INFO).rename(toy.tree / "away")
+    (toy.tree / path).unlink()
+    os.mkfifo(toy.tree / path)
+    assert discover(toy, root=toy.tree).version == (None if path.endswith(".py") else "0.5.19")
+
+
+# RECORD.
+
+
+def test_a_missing_record_is_said_by_every_command_and_never_left_out_in_silence(toy: Toy) -> None:
+    listing = (toy.tree / toys.RECORD).read_bytes()
+    (toy.tree / toys.RECORD).unlink()
+    for verb in ("status", "plan", "apply", "revert"):
+        done = trees.run(toy, verb, "--root", toy.tree)
+        assert done.code == 0
+        assert "warning: RECORD: not seen, " in done.out
+    (toy.tree / toys.RECORD).write_bytes(listing)
+    assert "RECORD: not seen" not in trees.status(toy).out
+    assert trees.status(toy).code == 0
+
+
+@pytest.mark.parametrize("name", ["METADATA", "WHEEL", "INSTALLER"])
+def test_a_record_is_seen_whatever_else_of_the_metadata_is_gone(toy: Toy, name: str) -> None:
+    """Without METADATA too: the version is in the folder's name."""
+    (toy.tree / toys.INFO / name).unlink()
+    found = discover(toy, root=toy.tree)
+    assert (found.version, found.record) == ("0.5.19", toys.RECORD)
+    assert trees.apply(toy).code == 0
+    assert b"research/receipt.json" in (toy.tree / toys.RECORD).read_bytes()
+
+
+def test_another_version_by_the_folders_name_alone(toy: Toy) -> None:
+    (toy.tree / toys.INFO / "METADATA").unlink()
+    (toy.tree / toys.INFO).rename(toy.tree / "sglang-0.5.18.dist-info")
+    refused(toy, Reason.WRONG_VERSION, root=toy.tree)
+
+
+def test_two_folders_of_metadata_of_which_one_has_lost_its_own(toy: Toy) -> None:
+    other = toy.tree / "sglang-0.5.18.dist-info"
+    other.mkdir()
+    (other / "RECORD").write_bytes(b"")
+    assert "sglang-0.5.18.dist-info, sglang-0.5.19.dist-info" in str(refused(toy, Reason.TWO_TARGETS, root=toy.tree))
+
+
+def dangling(place: Path) -> None:
+    place.symlink_to("nowhere")
+
+
+def linked(place: Path) -> None:
+    moved = place.with_name("moved")
+    place.with_name("kept").rename(moved)
+    place.symlink_to(moved.name)
+
+
+@pytest.mark.parametrize("put", [dangling, linked, os.mkfifo, os.mkdir, Path.touch])
+@pytest.mark.parametrize("what", ["RECORD", "the folder"])
+def test_an_odd_thing_in_the_place_of_record_is_refused(toy: Toy, put: Callable[[Path], None], what: str) -> None:
+    place = toy.tree / (toys.RECORD if what == "RECORD" else toys.INFO)
+    place.rename(place.with_name("kept"))
+    put(place)
+    if what == "the folder" and put is os.mkdir:
+        assert discover(toy, root=toy.tree).record is None
+        return
+    for done in (trees.apply(toy), trees.check(toy), trees.run(toy, "plan", "--root", toy.tree)):
+        assert (done.code, "[record]" in done.err) == (1, True), done
+    assert trees.status(toy).code == 1
+
+
+# Two of torch.
+
+
+@pytest.mark.parametrize("other", ["2.11.0", "2.13.0+cu130", "2.14.0"])
+def test_two_of_torch_beside_the_target_are_refused_and_named(toy: Toy, other: str) -> None:
+    beside(toy, "2.13.0")
+    beside(toy, other)
+    for required in (False, True):
+        said = refused(toy, Reason.WRONG_TORCH, root=toy.tree, require_torch=required)
+        assert said.found == " and ".join(f"torch {version}" for version in sorted(["2.13.0", other]))
+
+
+def test_two_of_torch_where_the_asked_interpreter_finds_it(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of its own; the one that is imported first hides those further down the path, as ever."""
+    python, site = environment(tmp_path / "venv")
+    shutil.copytree(toy.tree, site, dirs_exist_ok=True)
+    own = tmp_path / "own"
+    beside(Toy(toy.bundle, own, toy.cache), "2.13.0")
+    beside(Toy(toy.bundle, site, toy.cache), "2.11.0")
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    assert discover(toy, python=str(python)).torch == "2.13.0"
+    beside(Toy(toy.bundle, own, toy.cache), "2.12.0")
+    said = refused(toy, Reason.WRONG_TORCH, python=str(python))
+    assert (said.where, said.found) == (str(own), "torch 2.12.0 and torch 2.13.0")

@@ -142,7 +142,7 @@ torch:   not seen
 error: the tree is at no level that the lock knows [drift]
   where:    /where/tree/sglang/srt/engine.py (drifted; nearest known state: level 2 (beta-second))
   expected: sha256 HASH…, 499 bytes, mode 100644
-  found:    sha256 HASH…, 510 bytes, mode 100644
+  found:    larger than what may be there, 510 bytes, mode 100644
   next:     undo the change, or reinstall the base; every file: tools/apply.py status --root /where/tree
 [1]
 

@@ -83,6 +83,7 @@ bundle:  HASH, 3 patches, 10 files scanned
 target:  /where/tree
 version: 0.5.19
 torch:   not seen
+warning: RECORD: not seen, so it is not kept up; if it comes back, the tree is drifted
 error: the tree is not the pinned release [not-attested]
   where:    /where/tree
   expected: the distribution's RECORD

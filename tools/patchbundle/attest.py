@@ -46,11 +46,14 @@ class Seen:
 Survey = Mapping[str, Seen]
 
 
-def survey(tree: Tree, top: str = "", skip: frozenset[str] = _BYTECODE) -> Survey:
-    """Look at everything below ``top`` once, folders included, those called as in ``skip`` left out."""
+def survey(tree: Tree, top: str = "", skip: frozenset[str] = _BYTECODE, limit: int | None = None) -> Survey:
+    """Look at everything below ``top`` once, folders included, those called as in ``skip`` left out.
+
+    Of files with more than ``limit`` bytes only kind and size are told: whoever knows what there may be saves the rest.
+    """
     return {
         path: Seen(found.identity, found.status.st_mode & 0o7777 if found.status is not None else None)
-        for path, found in tree.walk(top, skip)
+        for path, found in tree.walk(top, skip, limit, keep=False)
     }
 
 
@@ -66,7 +69,9 @@ def attest(tree: Tree, bundle: Bundle, state: State, level: int, seen: Survey | 
     archive, expected = _entries_of_crate(bundle, base) if base.is_crate else _entries_of_wheel(tree, state, level)
     pinned = set(state.pins.paths) | {base.receipt}
     top = "" if base.is_crate else base.marker.partition("/")[0]
-    seen = survey(tree, top, _BUILDS if base.is_crate else _BYTECODE) if seen is None else seen
+    # What is larger than every file of the release is none of them, whatever it holds.
+    largest = max((size for _, size in expected.values()), default=0)
+    seen = survey(tree, top, _BUILDS if base.is_crate else _BYTECODE, largest) if seen is None else seen
     found = {path: item.identity for path, item in seen.items() if item.identity.kind != "folder"}
     below = f"{top}/" if top else ""
     extra = [path for path in found if path.startswith(below) and path not in expected and path not in pinned]
@@ -74,7 +79,7 @@ def attest(tree: Tree, bundle: Bundle, state: State, level: int, seen: Survey | 
     for path, (digest, size) in sorted(expected.items()):
         if path in pinned:
             continue
-        identity = found.get(path) or tree.find(path).identity
+        identity = found.get(path) or tree.find(path, size, keep=False).identity
         if identity == ABSENT:
             missing.append(path)
         elif (identity.sha256, identity.size) != (digest, size):

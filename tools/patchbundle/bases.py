@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import sys
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover - the node's Python decides
     import tomli as tomllib
 
+# More than any file of a bundle: nothing larger is read into memory.
+LIMIT = 1 << 26
 ROLES = ("prefill", "decode", "router")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]*")
 _AREA = re.compile(r"[a-z]+")
@@ -185,16 +189,25 @@ def _tables(table: object, where: str) -> dict[str, Any]:
     return table
 
 
-def read_file(path: Path) -> bytes:
-    """Read a file of the manifest.
+def read_file(path: Path, reason: Reason = Reason.MANIFEST, what: str = "the file", next_step: str = "") -> bytes:
+    """Read a file of the bundle, if it is a plain one of a plausible size.
 
     Raises:
-        BundleError: MANIFEST, if it cannot be read.
+        BundleError: MANIFEST, or another ``reason``, if it cannot be read.
     """
     try:
-        return path.read_bytes()
+        # Without O_NONBLOCK the open of a fifo would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            fault = "" if stat.S_ISREG(status.st_mode) else "no plain file"
+            data = b"" if fault or status.st_size > LIMIT else stream.read(LIMIT + 1)
+            if status.st_size > LIMIT or len(data) > LIMIT:
+                fault = f"{max(status.st_size, len(data))} bytes, which is too large"
     except OSError as error:
-        raise BundleError(Reason.MANIFEST, str(path), expected="the file", found=error.strerror or str(error)) from None
+        fault = error.strerror or str(error)
+    if fault:
+        raise BundleError(reason, str(path), expected=what, found=fault, next_step=next_step)
+    return data
 
 
 def parse_toml(raw: bytes, where: str) -> dict[str, Any]:

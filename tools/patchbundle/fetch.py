@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
@@ -37,18 +38,22 @@ def fetch(base: Base, archive: Archive, *, offline: bool = False) -> Path:
     """
     folder = cache_folder() / "archives" / archive.sha256
     place = folder / archive.filename
+    # It is put there whole, by one rename: whoever only reads needs no lock, and no right to write.
+    if os.path.lexists(place):
+        _verify(place, archive)
+        return place
+    if offline:
+        raise BundleError(
+            Reason.NOT_FETCHED,
+            str(place),
+            expected="the archive in the cache",
+            found="nothing",
+            next_step="run: tools/apply.py fetch-base, with a network",
+        )
     with _cache_lock(folder):
-        if place.exists():
+        if os.path.lexists(place):  # somebody else fetched it while we waited
             _verify(place, archive)
             return place
-        if offline:
-            raise BundleError(
-                Reason.NOT_FETCHED,
-                str(place),
-                expected="the archive in the cache",
-                found="nothing",
-                next_step="run: tools/apply.py fetch-base, with a network",
-            )
         with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder.parent) as temporary:
             came = _download(base, archive, Path(temporary))
             _verify(came, archive)
@@ -99,7 +104,7 @@ def _source_archive(place: Path) -> Iterator[tuple[str, File]]:
 
 
 def _verify(place: Path, archive: Archive) -> None:
-    digest = hashlib.sha256(place.read_bytes()).hexdigest()
+    digest = _digest(place)
     if digest != archive.sha256:
         raise BundleError(
             Reason.ARCHIVE,
@@ -108,6 +113,21 @@ def _verify(place: Path, archive: Archive) -> None:
             found=digest,
             next_step="delete this file, then fetch again",
         )
+
+
+def _digest(place: Path) -> str:
+    """SHA-256 of a plain file, hashed as it is read; else what it is."""
+    total = hashlib.sha256()
+    try:
+        # Without O_NONBLOCK the open of a fifo would wait for a writer.
+        with open(os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                return "no plain file"
+            while part := stream.read(1 << 20):
+                total.update(part)
+    except (FileNotFoundError, IsADirectoryError):  # a link to nowhere
+        return "no plain file"
+    return total.hexdigest()
 
 
 @contextmanager

@@ -55,6 +55,8 @@ class Identity:
 
     def brief(self) -> str:
         """Short form for messages."""
+        if self.is_file and not self.sha256:
+            return f"larger than what may be there, {self.size} bytes, mode {self.mode}"
         return f"sha256 {self.sha256[:12]}…, {self.size} bytes, mode {self.mode}" if self.is_file else self.kind
 
 

@@ -77,12 +77,7 @@ def load(root: Path) -> Bundle:
     """
     unlocked = load_unlocked(root)
     path = root / _LOCK
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise BundleError(
-            Reason.LOCK, str(path), expected="the lock", found=error.strerror or str(error), next_step=f"run: {_PIN}"
-        ) from None
+    raw = bases_module.read_file(path, Reason.LOCK, "the lock", f"run: {_PIN}")
     lock = lock_module.load(raw, str(path))
     _check_artifacts(unlocked, lock)
     bundle = Bundle(root, unlocked.bases, unlocked.patches, unlocked.artifacts, lock)

@@ -19,14 +19,16 @@ def older_than(root: Path, changed: float) -> list[Process]:
 
     A process uses it if it has a file below it mapped, if its command line names it, or if it was started by the
     interpreter of the virtual environment that the tree stands in. Processes of others,
-    which the system does not let us look into, are not seen.
+    which the system does not let us look into, are not seen. This process and those that it was started by are left
+    out: a shell or a supervisor that names the tree in this very command line.
     """
     boot = _boot_time()
+    own = _ancestors()
     result = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
+        if entry.name.isdigit() and int(entry.name) not in own:
             try:
-                started = boot + _start_ticks(entry) / os.sysconf("SC_CLK_TCK")
+                started = boot + int(_fields(entry)[19]) / os.sysconf("SC_CLK_TCK")
                 if started < changed and _uses(entry, root):
                     name = (entry / "comm").read_text(encoding="utf-8", errors="replace").strip()
                     result.append(Process(int(entry.name), name, started))
@@ -46,9 +48,23 @@ def _uses(entry: Path, root: Path) -> bool:
     return (environment / "pyvenv.cfg").exists() and command.startswith(own)
 
 
-def _start_ticks(entry: Path) -> int:
+def _ancestors() -> set[int]:
+    """This process, its parent, and so on up."""
+    found: set[int] = set()
+    pid = os.getpid()
+    while pid and pid not in found:
+        found.add(pid)
+        try:
+            pid = int(_fields(Path("/proc") / str(pid))[1])
+        except OSError:
+            break
+    return found
+
+
+def _fields(entry: Path) -> list[str]:
+    """What /proc says of a process, from its state on: [1] is its parent, [19] its start in ticks since the boot."""
     # The name may hold spaces and parentheses: fields are counted after the last one.
-    return int((entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
+    return (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def _boot_time() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -20,12 +21,17 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _Self = TypeVar("_Self", bound="Tree")
 _ABSENT = {errno.ENOENT}
+# What is held in memory at most where the caller knows no closer limit: more than any file that a series touches.
+LIMIT = 1 << 28
 _NOT_PLAIN = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.EACCES}
 
 
 @dataclass(frozen=True)
 class Found:
-    """What stands at a path: its identity, and for a plain file its bytes and status."""
+    """What stands at a path: its identity, and for a plain file its bytes and status.
+
+    A file larger than the look allowed is not read: its identity has its size and no hash, and there are no bytes.
+    """
 
     identity: Identity
     data: bytes | None = None
@@ -77,21 +83,36 @@ class Tree:
         with self.folder(head) as fd:
             yield fd, name
 
-    def find(self, path: str) -> Found:
-        """Look at ``path``: read and hash it through one descriptor if it is a plain file.
+    def find(self, path: str, limit: int | None = LIMIT, *, keep: bool = True) -> Found:
+        """Look at ``path``: read and hash it through one descriptor if it is a plain file of up to ``limit`` bytes.
+
+        Without ``keep`` its bytes are hashed as they come, and not kept.
 
         Raises:
             BundleError: UNREADABLE, if the file cannot be read.
         """
         try:
             with self.parent(path) as (folder, name):
-                return _find(folder, name)
+                return _find(folder, name, limit, keep)
         except OSError as error:
             if error.errno in _ABSENT:
                 return Found(ABSENT)
             if error.errno in {errno.ELOOP, errno.ENOTDIR}:
                 return Found(Identity(f"below {self._odd_parent(path)}"))
             raise unreadable(self.root / path, error) from error
+
+    def head(self, path: str, count: int) -> bytes:
+        """The first ``count`` bytes of the plain file ``path``; fewer if it is shorter or no plain file.
+
+        Raises:
+            OSError: it cannot be opened or read.
+        """
+        with self.parent(path) as (folder, name):
+            fd = os.open(name, _FILE, dir_fd=folder)
+        try:
+            return os.read(fd, count) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        finally:
+            os.close(fd)
 
     def _odd_parent(self, path: str) -> str:
         for parent in names.parents(path):
@@ -124,27 +145,37 @@ class Tree:
                 return {}
             raise unreadable(self.root / path, error) from error
 
-    def walk(self, top: str = "", skip: frozenset[str] = frozenset({"__pycache__"})) -> Iterator[tuple[str, Found]]:
-        """Every path below ``top`` with what stands there, folders included, none entered whose name is in ``skip``."""
+    def walk(
+        self,
+        top: str = "",
+        skip: frozenset[str] = frozenset({"__pycache__"}),
+        limit: int | None = LIMIT,
+        *,
+        keep: bool = True,
+    ) -> Iterator[tuple[str, Found]]:
+        """Every path below ``top`` with what stands there, folders included, none entered whose name is in ``skip``.
+
+        ``limit`` and ``keep`` are as in :meth:`find`.
+        """
         with self.folder(top) as fd:
-            yield from _walk(fd, f"{top}/" if top else "", skip)
+            yield from _walk(fd, f"{top}/" if top else "", skip, limit, keep)
 
 
-def _walk(fd: int, prefix: str, skip: frozenset[str]) -> Iterator[tuple[str, Found]]:
+def _walk(fd: int, prefix: str, skip: frozenset[str], limit: int | None, keep: bool) -> Iterator[tuple[str, Found]]:
     for name in sorted(os.listdir(fd)):
-        found = _find(fd, name)
+        found = _find(fd, name, limit, keep)
         if found.identity.kind != "folder":
             yield prefix + name, found
         elif name not in skip:
             yield prefix + name, Found(found.identity, None, os.stat(name, dir_fd=fd, follow_symlinks=False))
             child = os.open(name, _FOLDER, dir_fd=fd)
             try:
-                yield from _walk(child, f"{prefix}{name}/", skip)
+                yield from _walk(child, f"{prefix}{name}/", skip, limit, keep)
             finally:
                 os.close(child)
 
 
-def _find(folder: int, name: str) -> Found:
+def _find(folder: int, name: str, limit: int | None, keep: bool) -> Found:
     try:
         fd = os.open(name, _FILE, dir_fd=folder)
     except OSError as error:
@@ -159,18 +190,29 @@ def _find(folder: int, name: str) -> Found:
         kind = kind_of(status.st_mode)
         if kind != "file":
             return Found(Identity(kind))
-        data = _read(fd, status.st_size)
+        mode = EXECUTABLE if status.st_mode & stat.S_IXUSR else PLAIN
+        parts, sha256, size = _read(fd, status.st_size, limit, keep)
     finally:
         os.close(fd)
-    mode = EXECUTABLE if status.st_mode & stat.S_IXUSR else PLAIN
-    return Found(Identity.of(data, mode), data, status)
+    if sha256 is None:
+        return Found(Identity("file", mode, "", size), None, status)
+    return Found(Identity("file", mode, sha256, size), b"".join(parts) if keep else None, status)
 
 
-def _read(fd: int, size: int) -> bytes:
-    parts = []
-    while part := os.read(fd, max(size, 65536)):
-        parts.append(part)
-    return b"".join(parts)
+def _read(fd: int, size: int, limit: int | None, keep: bool) -> tuple[list[bytes], str | None, int]:
+    """The bytes, their SHA-256 and their number; no hash where there are more of them than ``limit``."""
+    if limit is not None and size > limit:
+        return [], None, size
+    parts, total, count = [], hashlib.sha256(), 0
+    while part := os.read(fd, min(max(size - count, 0) + 1, 1 << 20)):
+        count += len(part)
+        # It may have grown since its size was taken.
+        if limit is not None and count > limit:
+            return [], None, max(count, os.fstat(fd).st_size)
+        total.update(part)
+        if keep:
+            parts.append(part)
+    return parts, total.hexdigest(), count
 
 
 def kind_of(mode: int) -> str:

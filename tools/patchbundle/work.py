@@ -148,6 +148,9 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
     """
     with Tree(target.root) as tree:
         state = look(bundle, target, tree)
+        if full and state.receipt_fault is not None and state.nearest_holds:
+            # It is refused below in any case. What else there is to tell comes first.
+            _require_attested(target, attest.attest(tree, bundle, state, state.nearest), extra=True)
         level = state.require_level(str(target.root))
         top = len(state.pins.levels)
         if (expect == "base" and level != 0) or (expect == "applied" and level != top):
@@ -168,8 +171,15 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
                 next_step=f"run: tools/apply.py apply --root {target.root}",
             )
         attestation = attest.attest(tree, bundle, state, level) if full else None
-    if attestation is not None and not attestation.holds:
-        first = [*(f"{path} (missing)" for path in attestation.missing), *attestation.changed]
+    if attestation is not None:
+        _require_attested(target, attestation)
+    return state, attestation
+
+
+def _require_attested(target: Target, attestation: Attestation, *, extra: bool = False) -> None:
+    first = [*(f"{path} (missing)" for path in attestation.missing), *attestation.changed]
+    first += [f"{path} (extra)" for path in attestation.extra] if extra else []
+    if first:
         raise BundleError(
             Reason.NOT_ATTESTED,
             str(target.root),
@@ -177,7 +187,6 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
             found=f"{len(first)} differ: {', '.join(first[:5])}{' …' if len(first) > 5 else ''}",
             next_step="reinstall the distribution",
         )
-    return state, attestation
 
 
 @dataclass(frozen=True)
