@@ -56,11 +56,13 @@ class Scene:
         shutil.rmtree(self.tree, ignore_errors=True)
         shutil.copytree(image, self.tree, symlinks=True)
 
-    def change(self, direction: str, kind: type[Disk] = Disk) -> transaction.Outcome:
+    def change(
+        self, direction: str, kind: type[Disk] = Disk, progress: transaction.Progress = lambda _: None
+    ) -> transaction.Outcome:
         target = target_module.discover(self.bundle, root=self.tree)
         with transaction.locked(self.tree, kind) as disk:
             state, plan = work.make_plan(self.bundle, target, direction, None, tree=disk)
-            return work.execute(self.bundle, target, state, plan, disk=disk)
+            return work.execute(self.bundle, target, state, plan, progress, disk=disk)
 
     def recover(self, back: bool, kind: type[Disk] = Disk) -> str:
         return transaction.recover(self.tree, back=back, disk_type=kind)[0]
@@ -440,6 +442,134 @@ def test_interrupted_by_the_user_at_any_call_it_is_undone_or_recovered(small: Sc
             small.change("apply", hooked(before))
         assert "interrupted by the user" in str(caught.value)
         settle(small, "apply", caught.value, number)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_out_of_memory_at_any_call_it_is_undone_or_recovered(small: Scene, direction: str) -> None:
+    for number in range(2, len(calls(small, direction)) + 1, 3):
+        small.start(direction)
+        count = 0
+
+        def before(_: Disk, __: str, ___: str, number: int = number) -> None:
+            nonlocal count
+            count += 1
+            if count == number:
+                raise MemoryError
+
+        with pytest.raises(BundleError) as caught:
+            small.change(direction, hooked(before))
+        assert "not enough memory" in str(caught.value)
+        settle(small, direction, caught.value, number)
+
+
+# What somebody else put under names of ours.
+
+
+def own_names(scene: Scene, direction: str) -> list[str]:
+    """The paths that a run makes beside the files, in its order, folders included."""
+    beside = [path for name, path in calls(scene, direction) if name in ("open", "link", "mkdir")]
+    return [path for path in beside if path != journal.BESIDE]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_files_under_our_names_are_refused_by_name_and_kept(small: Scene, direction: str) -> None:
+    beside = [path for path in own_names(small, direction) if ".patchbundle" in path]
+    assert len(beside) > 6
+    for path in [*beside, ".patchbundle-77.old", "sglang/srt/.patchbundle-journal", ".patchbundle"]:
+        small.start(direction)
+        if not (small.tree / path).parent.is_dir():
+            continue
+        (small.tree / path).write_bytes(b"rescued")
+        before = trees.snapshot(small.tree)
+        for more in (["-n"], []):
+            result = trees.run(small.toy, direction, "--root", small.tree, *more)
+            assert result.code == Exit.REFUSED, (path, result)
+            assert path in result.err
+        assert trees.snapshot(small.tree) == before
+    (small.tree / path).unlink()
+
+
+def test_leftovers_are_what_stands_under_our_names_but_for_the_journal(small: Scene) -> None:
+    small.start("apply")
+    for path in (journal.NAME, journal.BESIDE, ".patchbundle-1.new", "sglang/srt/.patchbundle-0.old", "sglang/.patch"):
+        (small.tree / path).write_bytes(b"")
+    (small.tree / "sglang/srt/layers/.patchbundle-5.new").mkdir()
+    (small.tree / "sglang/.patchbundle-link").symlink_to("nowhere")
+    with Tree(small.tree) as tree:
+        assert transaction.leftovers(tree, []) == [".patchbundle-1.new"]
+        assert transaction.leftovers(tree, ["sglang/none/a.py", ENGINE, "sglang/srt/layers/b.py", "sglang/c.py"]) == [
+            ".patchbundle-1.new",
+            "sglang/.patchbundle-link",
+            "sglang/srt/.patchbundle-0.old",
+            "sglang/srt/layers/.patchbundle-5.new",
+        ]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_undoing_removes_nothing_that_the_run_did_not_make(small: Scene, direction: str) -> None:
+    """Somebody, without our lock, makes the very file or folder that the run is about to make."""
+    made = own_names(small, direction)
+    for path in made:
+        small.start(direction)
+        theirs = small.tree / path
+        fresh = True
+
+        def before(_: Disk, name: str, at: str, path: str = path, theirs: Path = theirs) -> None:
+            nonlocal fresh
+            if fresh and at == path and name in ("open", "link", "mkdir"):
+                fresh = False
+                theirs.mkdir() if name == "mkdir" else theirs.write_bytes(b"theirs")
+
+        with pytest.raises(BundleError) as caught:
+            small.change(direction, hooked(before))
+        assert (caught.value.reason, caught.value.where) == (Reason.STOPPED, str(theirs))
+        if theirs.is_dir():
+            theirs.rmdir()
+        else:
+            assert theirs.read_bytes() == b"theirs"
+            theirs.unlink()
+        # Folders of the run's own stay if theirs is in them.
+        for folder in theirs.parents:
+            if folder.relative_to(small.tree).as_posix() in made:
+                folder.rmdir()
+            else:
+                break
+        assert small.where(direction) == "old", path
+
+
+# Progress.
+
+
+class Deaf(Exception):
+    """What a terminal may answer that is no terminal any more."""
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "full"), BrokenPipeError(), ValueError("closed"), Deaf()])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_words_that_cannot_be_told_stop_no_run(small: Scene, direction: str, failure: Exception) -> None:
+    told = []
+
+    def fail(text: str) -> None:
+        told.append(text)
+        raise failure
+
+    small.start(direction)
+    small.change(direction, progress=fail)
+    assert told == ["staging", "renaming", "clearing up"]
+    assert small.where(direction) == "new"
+
+
+@pytest.mark.parametrize("at", ["staging", "renaming", "clearing up"])
+def test_interrupted_by_the_user_between_two_parts_it_is_undone_or_recovered(small: Scene, at: str) -> None:
+    def stop(text: str) -> None:
+        if text == at:
+            raise KeyboardInterrupt
+
+    small.start("apply")
+    with pytest.raises(BundleError) as caught:
+        small.change("apply", progress=stop)
+    assert (caught.value.exit_code == Exit.RECOVERY_NEEDED) == (at == "clearing up")
+    assert settle(small, "apply", caught.value, 0) == ("new" if at == "clearing up" else "old")
 
 
 def test_recover_says_what_it_did_and_then_that_nothing_is_left(small: Scene) -> None:
