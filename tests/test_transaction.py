@@ -7,6 +7,7 @@ modes, owners, folders. Bytecode is left out of that: a cache that is missing ch
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
@@ -643,6 +644,138 @@ def test_everything_is_on_the_disk_before_the_journal_says_so(small: Scene) -> N
         # The journal goes last of all.
         assert [call for call in made if call[0] != "fsync"][-1] == ("unlink", journal.NAME)
         assert made[-1] == ("fsync", ".")
+
+
+def assert_journals_are_on_the_disk(made: list[tuple[str, str]]) -> None:
+    """A journal's bytes are synchronised before it gets its name, and its name before anything relies on it."""
+    for at, call in enumerate(made):
+        if call == ("rename", journal.NAME):
+            written = max(place for place, before in enumerate(made[:at]) if before == ("write", journal.BESIDE))
+            assert ("fsync", journal.BESIDE) in made[written:at]
+            assert made[at + 1] == ("fsync", "."), made[at + 1]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_journal_is_on_the_disk_before_anything_that_it_allows(small: Scene, direction: str) -> None:
+    made = calls(small, direction)
+    assert made.count(("rename", journal.NAME)) == 3
+    assert_journals_are_on_the_disk(made)
+    for at in list(middles(small, direction)):
+        for back in (False, True):
+            die(small, direction, at)
+            with contextlib.suppress(BundleError):
+                assert_journals_are_on_the_disk(calls(small, direction, "recover", back))
+
+
+def test_a_file_that_is_replaced_whole_is_on_the_disk_with_its_name(tmp_path: Path) -> None:
+    made: list[tuple[str, str]] = []
+    with hooked(lambda _, name, path: made.append((name, path)))(tmp_path) as disk:
+        disk.mkdir("a", 0o755, None)
+        disk.replace("a/b", b"1")
+    assert made[-4:] == [("chmod", "a/b.new"), ("fsync", "a/b.new"), ("rename", "a/b"), ("fsync", "a")]
+
+
+@pytest.mark.parametrize("by", ["recover", "undo"])
+def test_bytecode_of_the_new_code_goes_when_the_run_is_taken_back(small: Scene, by: str) -> None:
+    """An interpreter that ran meanwhile compiled the new module; the old one must not be hidden by it."""
+    cache = small.tree / "sglang/srt/__pycache__/engine.cpython-312.pyc"
+    renamed = next(at for at, call in enumerate(calls(small, "apply"), 1) if call == ("rename", ENGINE))
+    if by == "recover":
+        die(small, "apply", renamed + 1)
+        cache.write_bytes(b"\0" * 16)
+        assert small.recover(True) == "old"
+    else:
+        small.start("apply")
+        count = 0
+
+        def before(_: Disk, __: str, ___: str) -> None:
+            nonlocal count
+            count += 1
+            if count == renamed + 1:
+                cache.write_bytes(b"\0" * 16)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with pytest.raises(BundleError):
+            small.change("apply", hooked(before))
+    assert not cache.exists()
+    assert small.where("apply") == "old"
+
+
+def test_links_among_the_bytecode_of_our_folder_go_with_it(small: Scene) -> None:
+    small.start("revert")
+    caches = small.tree / toys.HOME / "__pycache__"
+    (caches / "gone.cpython-311.pyc").symlink_to("nowhere")
+    small.change("revert")
+    assert small.where("revert") == "new"
+
+
+# What is looked at first, to the byte.
+
+
+def preflight(scene: Scene) -> None:
+    target = target_module.discover(scene.bundle, root=scene.tree)
+    with Tree(scene.tree) as tree:
+        _, plan = work.make_plan(scene.bundle, target, "apply", None, tree=tree)
+        transaction.preflight(tree, plan)
+
+
+def test_room_is_twice_the_new_bytes_once_the_old_and_a_mebibyte(small: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.start("apply")
+    before = {path.relative_to(small.tree): path.stat().st_size for path in small.tree.rglob("*") if path.is_file()}
+    small.change("apply")
+    after = {path.relative_to(small.tree): path.stat().st_size for path in small.tree.rglob("*") if path.is_file()}
+    small.start("apply")
+    changed = {Path(ENGINE), Path(toys.RECORD)} | {
+        path for path in before.keys() ^ after.keys() if path.suffix != ".pyc"
+    }
+    bytes_needed = (1 << 20) + sum(2 * after.get(path, 0) + before.get(path, 0) for path in changed)
+    inodes_needed = 2 * len(changed) + 8
+    real = os.fstatvfs
+    free: dict[str, int] = {}
+
+    def so_full(fd: int) -> os.statvfs_result:
+        values = list(real(fd))
+        values[1], values[4] = 1, free["bytes"]  # f_frsize, f_bavail
+        values[5], values[7] = 1 << 30, free["inodes"]  # f_files, f_favail
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "fstatvfs", so_full)
+    free |= {"bytes": bytes_needed, "inodes": inodes_needed}
+    preflight(small)
+    for what, needed in (("bytes", bytes_needed), ("inodes", inodes_needed)):
+        free |= {"bytes": bytes_needed, "inodes": inodes_needed, what: needed - 1}
+        with pytest.raises(BundleError) as caught:
+            preflight(small)
+        assert caught.value.reason is Reason.NO_SPACE
+
+
+@pytest.mark.parametrize(
+    ("user", "owner", "group", "refused"),
+    [
+        (1000, 1000, 1000, False),
+        (1000, 1000, 20, False),
+        (1000, 1000, 4321, True),
+        (1000, 1001, 1000, True),
+        (0, 1001, 4321, False),
+    ],
+)
+def test_a_file_is_only_replaced_by_who_can_keep_its_owner_and_its_group(
+    small: Scene, monkeypatch: pytest.MonkeyPatch, user: int, owner: int, group: int, refused: bool
+) -> None:
+    small.start("apply")
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "getegid", lambda: 1000)
+    monkeypatch.setattr(os, "getgroups", lambda: [20])
+    status = list((small.tree / ENGINE).stat())
+    status[4], status[5] = owner, group
+    with Tree(small.tree) as tree:
+        if refused:
+            with pytest.raises(BundleError) as caught:
+                transaction._check_owner(tree, ENGINE, os.stat_result(status))
+            assert caught.value.reason is Reason.OWNER
+            assert f"owner {owner}, group {group}" in str(caught.value)
+        else:
+            transaction._check_owner(tree, ENGINE, os.stat_result(status))
 
 
 def test_no_call_site_ever_stands_without_the_module_that_it_calls(small: Scene) -> None:
