@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -207,6 +208,98 @@ def test_the_tools_run_from_any_folder_and_say_their_version(toy: Toy, tmp_path:
 )
 def test_wrong_usage_is_exit_code_2(toy: Toy, arguments: list[str]) -> None:
     assert CliRunner().invoke(cli.apply_cli, arguments).exit_code == Exit.USAGE
+
+
+# Output that cannot be written.
+
+
+def shell(toy: Toy, line: str, *, script: str = "apply.py") -> Result:
+    """A line for bash, with $A for the command (its ``--bundle`` has to follow the verb), $B for that and $R for it."""
+    env = {
+        **toy.environment,
+        "A": f"{shlex.quote(sys.executable)} {shlex.quote(str(trees.REPOSITORY / 'tools' / script))}",
+        "B": f"--bundle {shlex.quote(str(toy.bundle))}",
+        "R": f"--root {shlex.quote(str(toy.tree))}",
+    }
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line], env=env, capture_output=True, text=True, check=False, timeout=120
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+LOST = [
+    ">/dev/full",
+    "2>/dev/full",
+    ">/dev/full 2>&1",
+    ">&-",
+    "2>&-",
+    ">&- 2>&-",
+    "<&- >&- 2>&-",
+    "| true",
+    "2>&1 | true",
+]
+
+
+@pytest.mark.parametrize("more", ["", "--json", "-v"])
+@pytest.mark.parametrize("where", LOST)
+def test_the_exit_code_is_that_of_what_was_done_whoever_listens(toy: Toy, where: str, more: str) -> None:
+    if "full" in where and not Path("/dev/full").exists():
+        pytest.skip("no full device here")
+    for verb, code, level in (("apply", 0, 3), ("apply", 3, 3), ("revert", 0, 0), ("recover", 3, 0)):
+        done = shell(toy, f"$A {verb} $B $R {more} {where}")
+        assert done.code == code, (verb, done)
+        assert "Traceback" not in done.out + done.err
+        assert "Exception ignored" not in done.out + done.err
+        assert trees.level(toy) == level
+    assert not [name for name in os.listdir(toy.tree) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("where", LOST)
+@pytest.mark.parametrize(
+    "line", ["$A --help", "$A apply --help", "$A --version", "$A plan $B --root /nowhere", "$A nonsense"]
+)
+def test_help_and_refusals_too_keep_their_exit_code(toy: Toy, line: str, where: str) -> None:
+    heard = shell(toy, line)
+    lost = shell(toy, f"{line} {where}")
+    assert lost.code == heard.code
+    assert "Traceback" not in lost.out + lost.err
+
+
+def test_a_writer_has_a_last_word_about_words_that_were_lost(toy: Toy) -> None:
+    done = shell(toy, "$A apply $B $R >/dev/full")
+    assert done.err == "warning: output was lost (No space left on device); apply ended with exit code 0\n"
+    done = shell(toy, "$A revert $B $R --json | true")
+    assert done.err == "warning: output was lost (Broken pipe); revert ended with exit code 0\n"
+
+
+def test_a_reader_whose_own_reader_leaves_ends_quietly(toy: Toy) -> None:
+    for verb in ("status", "plan", "status --json"):
+        done = shell(toy, f"$A {verb} $B $R | true")
+        assert (done.code, done.err) == (0, ""), verb
+    assert shell(toy, "$A $B $R >&-", script="check_sources.py").code == 0
+    assert shell(toy, "$A $B $R | true", script="check_sources.py") == Result(0, "", "")
+    told = shell(toy, "$A status $B $R >/dev/full")
+    assert told.err == "warning: output was lost (No space left on device); status ended with exit code 0\n"
+
+
+def test_closed_streams_are_no_files_of_the_tree(toy: Toy) -> None:
+    """Else the numbers 0 to 2 are given to the files that are opened next, and a stray message lands in one."""
+    probe = (
+        "import os, sys; sys.path.insert(0, 'tools'); from patchbundle import output; output.install();"
+        "names = {os.readlink(f'/proc/self/fd/{fd}') for fd in range(3)}; sys.exit(names != {os.devnull})"
+    )
+    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(probe)} <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", line], cwd=trees.REPOSITORY, check=False).returncode == 0
+
+
+def test_not_enough_memory_is_told_as_a_refusal(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(transaction, "locked", fail)
+    result = trees.apply(toy)
+    assert result.code == Exit.FAILED
+    assert "not enough memory" in result.err
 
 
 def next_command(result: Result) -> list[str]:

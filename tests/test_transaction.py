@@ -7,6 +7,7 @@ modes, owners, folders. Bytecode is left out of that: a cache that is missing ch
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
@@ -56,11 +57,13 @@ class Scene:
         shutil.rmtree(self.tree, ignore_errors=True)
         shutil.copytree(image, self.tree, symlinks=True)
 
-    def change(self, direction: str, kind: type[Disk] = Disk) -> transaction.Outcome:
+    def change(
+        self, direction: str, kind: type[Disk] = Disk, progress: transaction.Progress = lambda _: None
+    ) -> transaction.Outcome:
         target = target_module.discover(self.bundle, root=self.tree)
         with transaction.locked(self.tree, kind) as disk:
             state, plan = work.make_plan(self.bundle, target, direction, None, tree=disk)
-            return work.execute(self.bundle, target, state, plan, disk=disk)
+            return work.execute(self.bundle, target, state, plan, progress, disk=disk)
 
     def recover(self, back: bool, kind: type[Disk] = Disk) -> str:
         return transaction.recover(self.tree, back=back, disk_type=kind)[0]
@@ -442,6 +445,134 @@ def test_interrupted_by_the_user_at_any_call_it_is_undone_or_recovered(small: Sc
         settle(small, "apply", caught.value, number)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_out_of_memory_at_any_call_it_is_undone_or_recovered(small: Scene, direction: str) -> None:
+    for number in range(2, len(calls(small, direction)) + 1, 3):
+        small.start(direction)
+        count = 0
+
+        def before(_: Disk, __: str, ___: str, number: int = number) -> None:
+            nonlocal count
+            count += 1
+            if count == number:
+                raise MemoryError
+
+        with pytest.raises(BundleError) as caught:
+            small.change(direction, hooked(before))
+        assert "not enough memory" in str(caught.value)
+        settle(small, direction, caught.value, number)
+
+
+# What somebody else put under names of ours.
+
+
+def own_names(scene: Scene, direction: str) -> list[str]:
+    """The paths that a run makes beside the files, in its order, folders included."""
+    beside = [path for name, path in calls(scene, direction) if name in ("open", "link", "mkdir")]
+    return [path for path in beside if path != journal.BESIDE]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_files_under_our_names_are_refused_by_name_and_kept(small: Scene, direction: str) -> None:
+    beside = [path for path in own_names(small, direction) if ".patchbundle" in path]
+    assert len(beside) > 6
+    for path in [*beside, ".patchbundle-77.old", "sglang/srt/.patchbundle-journal", ".patchbundle"]:
+        small.start(direction)
+        if not (small.tree / path).parent.is_dir():
+            continue
+        (small.tree / path).write_bytes(b"rescued")
+        before = trees.snapshot(small.tree)
+        for more in (["-n"], []):
+            result = trees.run(small.toy, direction, "--root", small.tree, *more)
+            assert result.code == Exit.REFUSED, (path, result)
+            assert path in result.err
+        assert trees.snapshot(small.tree) == before
+    (small.tree / path).unlink()
+
+
+def test_leftovers_are_what_stands_under_our_names_but_for_the_journal(small: Scene) -> None:
+    small.start("apply")
+    for path in (journal.NAME, journal.BESIDE, ".patchbundle-1.new", "sglang/srt/.patchbundle-0.old", "sglang/.patch"):
+        (small.tree / path).write_bytes(b"")
+    (small.tree / "sglang/srt/layers/.patchbundle-5.new").mkdir()
+    (small.tree / "sglang/.patchbundle-link").symlink_to("nowhere")
+    with Tree(small.tree) as tree:
+        assert transaction.leftovers(tree, []) == [".patchbundle-1.new"]
+        assert transaction.leftovers(tree, ["sglang/none/a.py", ENGINE, "sglang/srt/layers/b.py", "sglang/c.py"]) == [
+            ".patchbundle-1.new",
+            "sglang/.patchbundle-link",
+            "sglang/srt/.patchbundle-0.old",
+            "sglang/srt/layers/.patchbundle-5.new",
+        ]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_undoing_removes_nothing_that_the_run_did_not_make(small: Scene, direction: str) -> None:
+    """Somebody, without our lock, makes the very file or folder that the run is about to make."""
+    made = own_names(small, direction)
+    for path in made:
+        small.start(direction)
+        theirs = small.tree / path
+        fresh = True
+
+        def before(_: Disk, name: str, at: str, path: str = path, theirs: Path = theirs) -> None:
+            nonlocal fresh
+            if fresh and at == path and name in ("open", "link", "mkdir"):
+                fresh = False
+                theirs.mkdir() if name == "mkdir" else theirs.write_bytes(b"theirs")
+
+        with pytest.raises(BundleError) as caught:
+            small.change(direction, hooked(before))
+        assert (caught.value.reason, caught.value.where) == (Reason.STOPPED, str(theirs))
+        if theirs.is_dir():
+            theirs.rmdir()
+        else:
+            assert theirs.read_bytes() == b"theirs"
+            theirs.unlink()
+        # Folders of the run's own stay if theirs is in them.
+        for folder in theirs.parents:
+            if folder.relative_to(small.tree).as_posix() in made:
+                folder.rmdir()
+            else:
+                break
+        assert small.where(direction) == "old", path
+
+
+# Progress.
+
+
+class Deaf(Exception):
+    """What a terminal may answer that is no terminal any more."""
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "full"), BrokenPipeError(), ValueError("closed"), Deaf()])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_words_that_cannot_be_told_stop_no_run(small: Scene, direction: str, failure: Exception) -> None:
+    told = []
+
+    def fail(text: str) -> None:
+        told.append(text)
+        raise failure
+
+    small.start(direction)
+    small.change(direction, progress=fail)
+    assert told == ["staging", "renaming", "clearing up"]
+    assert small.where(direction) == "new"
+
+
+@pytest.mark.parametrize("at", ["staging", "renaming", "clearing up"])
+def test_interrupted_by_the_user_between_two_parts_it_is_undone_or_recovered(small: Scene, at: str) -> None:
+    def stop(text: str) -> None:
+        if text == at:
+            raise KeyboardInterrupt
+
+    small.start("apply")
+    with pytest.raises(BundleError) as caught:
+        small.change("apply", progress=stop)
+    assert (caught.value.exit_code == Exit.RECOVERY_NEEDED) == (at == "clearing up")
+    assert settle(small, "apply", caught.value, 0) == ("new" if at == "clearing up" else "old")
+
+
 def test_recover_says_what_it_did_and_then_that_nothing_is_left(small: Scene) -> None:
     journals = [at for at, call in enumerate(calls(small, "apply"), 1) if call == ("rename", journal.NAME)]
     die(small, "apply", journals[1] + 1)
@@ -513,6 +644,138 @@ def test_everything_is_on_the_disk_before_the_journal_says_so(small: Scene) -> N
         # The journal goes last of all.
         assert [call for call in made if call[0] != "fsync"][-1] == ("unlink", journal.NAME)
         assert made[-1] == ("fsync", ".")
+
+
+def assert_journals_are_on_the_disk(made: list[tuple[str, str]]) -> None:
+    """A journal's bytes are synchronised before it gets its name, and its name before anything relies on it."""
+    for at, call in enumerate(made):
+        if call == ("rename", journal.NAME):
+            written = max(place for place, before in enumerate(made[:at]) if before == ("write", journal.BESIDE))
+            assert ("fsync", journal.BESIDE) in made[written:at]
+            assert made[at + 1] == ("fsync", "."), made[at + 1]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_journal_is_on_the_disk_before_anything_that_it_allows(small: Scene, direction: str) -> None:
+    made = calls(small, direction)
+    assert made.count(("rename", journal.NAME)) == 3
+    assert_journals_are_on_the_disk(made)
+    for at in list(middles(small, direction)):
+        for back in (False, True):
+            die(small, direction, at)
+            with contextlib.suppress(BundleError):
+                assert_journals_are_on_the_disk(calls(small, direction, "recover", back))
+
+
+def test_a_file_that_is_replaced_whole_is_on_the_disk_with_its_name(tmp_path: Path) -> None:
+    made: list[tuple[str, str]] = []
+    with hooked(lambda _, name, path: made.append((name, path)))(tmp_path) as disk:
+        disk.mkdir("a", 0o755, None)
+        disk.replace("a/b", b"1")
+    assert made[-4:] == [("chmod", "a/b.new"), ("fsync", "a/b.new"), ("rename", "a/b"), ("fsync", "a")]
+
+
+@pytest.mark.parametrize("by", ["recover", "undo"])
+def test_bytecode_of_the_new_code_goes_when_the_run_is_taken_back(small: Scene, by: str) -> None:
+    """An interpreter that ran meanwhile compiled the new module; the old one must not be hidden by it."""
+    cache = small.tree / "sglang/srt/__pycache__/engine.cpython-312.pyc"
+    renamed = next(at for at, call in enumerate(calls(small, "apply"), 1) if call == ("rename", ENGINE))
+    if by == "recover":
+        die(small, "apply", renamed + 1)
+        cache.write_bytes(b"\0" * 16)
+        assert small.recover(True) == "old"
+    else:
+        small.start("apply")
+        count = 0
+
+        def before(_: Disk, __: str, ___: str) -> None:
+            nonlocal count
+            count += 1
+            if count == renamed + 1:
+                cache.write_bytes(b"\0" * 16)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with pytest.raises(BundleError):
+            small.change("apply", hooked(before))
+    assert not cache.exists()
+    assert small.where("apply") == "old"
+
+
+def test_links_among_the_bytecode_of_our_folder_go_with_it(small: Scene) -> None:
+    small.start("revert")
+    caches = small.tree / toys.HOME / "__pycache__"
+    (caches / "gone.cpython-311.pyc").symlink_to("nowhere")
+    small.change("revert")
+    assert small.where("revert") == "new"
+
+
+# What is looked at first, to the byte.
+
+
+def preflight(scene: Scene) -> None:
+    target = target_module.discover(scene.bundle, root=scene.tree)
+    with Tree(scene.tree) as tree:
+        _, plan = work.make_plan(scene.bundle, target, "apply", None, tree=tree)
+        transaction.preflight(tree, plan)
+
+
+def test_room_is_twice_the_new_bytes_once_the_old_and_a_mebibyte(small: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.start("apply")
+    before = {path.relative_to(small.tree): path.stat().st_size for path in small.tree.rglob("*") if path.is_file()}
+    small.change("apply")
+    after = {path.relative_to(small.tree): path.stat().st_size for path in small.tree.rglob("*") if path.is_file()}
+    small.start("apply")
+    changed = {Path(ENGINE), Path(toys.RECORD)} | {
+        path for path in before.keys() ^ after.keys() if path.suffix != ".pyc"
+    }
+    bytes_needed = (1 << 20) + sum(2 * after.get(path, 0) + before.get(path, 0) for path in changed)
+    inodes_needed = 2 * len(changed) + 8
+    real = os.fstatvfs
+    free: dict[str, int] = {}
+
+    def so_full(fd: int) -> os.statvfs_result:
+        values = list(real(fd))
+        values[1], values[4] = 1, free["bytes"]  # f_frsize, f_bavail
+        values[5], values[7] = 1 << 30, free["inodes"]  # f_files, f_favail
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "fstatvfs", so_full)
+    free |= {"bytes": bytes_needed, "inodes": inodes_needed}
+    preflight(small)
+    for what, needed in (("bytes", bytes_needed), ("inodes", inodes_needed)):
+        free |= {"bytes": bytes_needed, "inodes": inodes_needed, what: needed - 1}
+        with pytest.raises(BundleError) as caught:
+            preflight(small)
+        assert caught.value.reason is Reason.NO_SPACE
+
+
+@pytest.mark.parametrize(
+    ("user", "owner", "group", "refused"),
+    [
+        (1000, 1000, 1000, False),
+        (1000, 1000, 20, False),
+        (1000, 1000, 4321, True),
+        (1000, 1001, 1000, True),
+        (0, 1001, 4321, False),
+    ],
+)
+def test_a_file_is_only_replaced_by_who_can_keep_its_owner_and_its_group(
+    small: Scene, monkeypatch: pytest.MonkeyPatch, user: int, owner: int, group: int, refused: bool
+) -> None:
+    small.start("apply")
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "getegid", lambda: 1000)
+    monkeypatch.setattr(os, "getgroups", lambda: [20])
+    status = list((small.tree / ENGINE).stat())
+    status[4], status[5] = owner, group
+    with Tree(small.tree) as tree:
+        if refused:
+            with pytest.raises(BundleError) as caught:
+                transaction._check_owner(tree, ENGINE, os.stat_result(status))
+            assert caught.value.reason is Reason.OWNER
+            assert f"owner {owner}, group {group}" in str(caught.value)
+        else:
+            transaction._check_owner(tree, ENGINE, os.stat_result(status))
 
 
 def test_no_call_site_ever_stands_without_the_module_that_it_calls(small: Scene) -> None:

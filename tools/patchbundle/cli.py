@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from patchbundle import __version__, author, fetch, manifest, pin, scan, transaction, work
+from patchbundle import __version__, author, fetch, manifest, output, pin, scan, transaction, work
 from patchbundle import target as target_module
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
@@ -26,6 +26,8 @@ from patchbundle.tree import Tree
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SCHEMA = 1
+# Verbs that change nothing.
+_READERS = ("plan", "status", "check", "rebase-report")
 
 
 def bundle_root() -> Path:
@@ -71,7 +73,16 @@ class Report:
             click.echo(json.dumps(_all_shown(table), indent=1, sort_keys=True))
         elif error is not None:
             click.echo(_shown(str(error)), err=True)
+        self._last_word(code)
         sys.exit(int(code))
+
+    def _last_word(self, code: Exit) -> None:
+        """If words were lost, say so where it may still be read: the exit code is that of what was done."""
+        lost = output.lost()
+        # Whoever pipes what a reader prints into head, or leaves a pager, has read enough.
+        if lost is not None and not (isinstance(lost, BrokenPipeError) and self.verb in _READERS):
+            why = (lost.strerror if isinstance(lost, OSError) else None) or str(lost)
+            click.echo(f"warning: output was lost ({why}); {self.verb} ended with exit code {int(code)}", err=True)
 
 
 def _shown(text: str) -> str:
@@ -110,6 +121,9 @@ def verb(name: str) -> Callable[[Callable[..., Exit]], Callable[..., None]]:
             except OSError as error:
                 where = error.filename or "a call on the file system"
                 fault = BundleError(Reason.UNREADABLE, str(where), found=error.strerror or str(error))
+                report.end(fault.exit_code, fault)
+            except MemoryError:
+                fault = BundleError(Reason.UNREADABLE, "a file of the bundle or the target", found="not enough memory")
                 report.end(fault.exit_code, fault)
             else:
                 report.end(code)
@@ -534,8 +548,6 @@ def main_check() -> None:
 
 
 def _main(command: click.Command, name: str) -> None:
-    # Output is compared by scripts: file names must come out the same under every locale.
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    output.install()
     os.environ.setdefault("PYTHONUTF8", "1")
     command.main(prog_name=name)

@@ -14,7 +14,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,14 @@ from patchbundle.errors import BundleError, Exit, Reason, command
 from patchbundle.identity import ABSENT, EXECUTABLE, Identity
 from patchbundle.journal import Journal, Step
 from patchbundle.plan import Plan
-from patchbundle.tree import Tree
+from patchbundle.tree import Found, Tree
 
 # Room for the journal, folders and block rounding, beside the bytes themselves.
 _SLACK = 1 << 20
 _CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
+
+# What may end a run in its middle and is answered by undoing it.
+_FAILURES = (OSError, BundleError, KeyboardInterrupt, MemoryError)
 
 Progress = Callable[[str], None]
 
@@ -110,14 +113,17 @@ def run(
         tuple(str(mirror) for mirror in mirrors),
     )
     data = {op.path: op.data for op in plan.operations if op.data is not None}
+    made: list[str] = []
     tried: list[Step] = []
+    changed = False
+    # One block around all of it: nothing that happens between two parts, Ctrl-C included, may get past both.
     try:
         disk.replace(journal.NAME, log.dump())
-        progress("staging")
-        _stage(disk, log, data)
+        _tell(progress, "staging")
+        _stage(disk, log, data, made)
         log = log.at("commit")
         disk.replace(journal.NAME, log.dump())
-        progress("renaming")
+        _tell(progress, "renaming")
         for step in steps:
             _check_unchanged(disk, step)
             tried.append(step)
@@ -125,14 +131,20 @@ def run(
         _settle(disk, log)
         log = log.at("finish")
         disk.replace(journal.NAME, log.dump())
-    except (OSError, BundleError, KeyboardInterrupt) as error:
-        raise _undone(disk, error, tried) from error
-    progress("clearing up")
-    try:
+        changed = True
+        _tell(progress, "clearing up")
         dropped, more = _finish(disk, log)
-    except (OSError, BundleError, KeyboardInterrupt) as error:
-        raise _unfinished(disk.root, f"the tree is changed, but clearing up stopped: {_words(error)}") from error
+    except _FAILURES as error:
+        if changed:
+            raise _unfinished(disk.root, f"the tree is changed, but clearing up stopped: {_words(error)}") from error
+        raise _undone(disk, error, made, tried) from error
     return Outcome(tuple(step.path for step in steps), dropped, (*warnings, *more))
+
+
+def _tell(progress: Progress, text: str) -> None:
+    """Say how far it is. Whatever becomes of the words: no transaction stops for them."""
+    with contextlib.suppress(Exception):
+        progress(text)
 
 
 def recover(root: Path, *, back: bool = False, disk_type: type[Disk] = Disk) -> tuple[str, Journal | None]:
@@ -149,10 +161,8 @@ def recover(root: Path, *, back: bool = False, disk_type: type[Disk] = Disk) -> 
     try:
         with locked(root, disk_type) as disk:
             return _recover(disk, back)
-    except (OSError, KeyboardInterrupt) as error:
-        raise _unfinished(root, _words(error)) from error
-    except BundleError as error:
-        if error.exit_code in (Exit.RECOVERY_NEEDED, Exit.BUSY):
+    except _FAILURES as error:
+        if isinstance(error, BundleError) and error.exit_code in (Exit.RECOVERY_NEEDED, Exit.BUSY):
             raise
         raise _unfinished(root, _words(error)) from error
 
@@ -269,6 +279,15 @@ def preflight(tree: Tree, plan: Plan, mirrors: Sequence[Path] = ()) -> list[str]
     Raises:
         BundleError: naming the first thing that stands in the way.
     """
+    # First of all: these names are written to, and removed, without a look at what they are.
+    for path in leftovers(tree, [*(op.path for op in plan.operations), *plan.new_folders, *plan.gone_folders]):
+        raise BundleError(
+            Reason.DRIFT,
+            str(tree.root / path),
+            expected=f"no {names.RESERVED}* file where no run was interrupted",
+            found=f"a {tree.kind(path)}",
+            next_step="it may be a rescue copy of an earlier run: move it out of the tree, then run the command again",
+        )
     for op in plan.operations:
         found = tree.find(op.path)
         if found.identity != op.old:
@@ -286,6 +305,22 @@ def preflight(tree: Tree, plan: Plan, mirrors: Sequence[Path] = ()) -> list[str]
         _check_writable(tree, folder)
     _check_room(tree, folders, plan)
     return _check_caches(tree, plan, mirrors)
+
+
+def leftovers(tree: Tree, paths: Iterable[str]) -> list[str]:
+    """What stands under a name of our own in the tree's root and in the folders of ``paths``; sorted.
+
+    The journal is not among it: :func:`refuse_interrupted` is about that. In a tree in which no run was interrupted
+    nobody knows whose these files are. They are never removed, and nothing is written beside them.
+    """
+    folders = {"", *(path.rpartition("/")[0] for path in paths)}
+    found = []
+    for folder in folders:
+        for name in tree.listing(folder):
+            path = f"{folder}/{name}" if folder else name
+            if name.startswith(names.RESERVED) and path not in (journal.NAME, journal.BESIDE):
+                found.append(path)
+    return sorted(found)
 
 
 def _existing_parents(tree: Tree, paths: Iterable[str]) -> set[str]:
@@ -385,13 +420,15 @@ def _check_caches(tree: Tree, plan: Plan, mirrors: Sequence[Path]) -> list[str]:
 # Staging.
 
 
-def _stage(disk: Disk, log: Journal, data: dict[str, bytes]) -> None:
+def _stage(disk: Disk, log: Journal, data: dict[str, bytes], made: list[str]) -> None:
+    """Lay everything new and everything old beside its place. ``made`` grows by the paths that undoing must remove."""
     for folder in log.new_folders:
         above = folder.rpartition("/")[0]
         with disk.folder(above) as fd:
             status = os.fstat(fd)
         # As open as the folder above it, to everybody; but we must be able to fill it.
-        disk.mkdir(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU, _owner_below(status))
+        with _making(made, folder):
+            disk.mkdir(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU, _owner_below(status))
     for step in log.steps:
         found = disk.find(step.path)
         if found.identity != step.old:
@@ -399,21 +436,39 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes]) -> None:
         if step.stage is not None:
             permissions, owner = _attributes(disk, step, found.status)
             like = step.path if found.status is not None else None
-            disk.create(step.stage, data[step.path], permissions, owner, like)
+            with _making(made, step.stage):
+                disk.create(step.stage, data[step.path], permissions, owner, like)
             _check_staged(disk, step.stage, step.new, permissions)
         if step.backup is not None and found.status is not None and found.data is not None:
-            try:
-                disk.link(step.path, step.backup)
-            except OSError as error:
-                if error.errno not in _CANNOT_LINK:
-                    raise
-                owner = (found.status.st_uid, found.status.st_gid)
-                disk.create(step.backup, found.data, stat.S_IMODE(found.status.st_mode), owner, step.path)
+            with _making(made, step.backup):
+                _keep(disk, step.path, step.backup, found)
             backup = disk.find(step.backup).identity
             if backup != step.old:
                 raise _swapped(disk, step.path, backup, step.old)
     for folder in _folders(disk, log):
         disk.sync_folder(folder)
+
+
+@contextmanager
+def _making(made: list[str], path: str) -> Iterator[None]:
+    """Note a path as ours before it is made, so that it is whenever the call stops; but not one that was there."""
+    made.append(path)
+    try:
+        yield
+    except FileExistsError:
+        made.remove(path)
+        raise
+
+
+def _keep(disk: Disk, path: str, backup: str, found: Found) -> None:
+    """Give an old file a second name; a copy where that cannot be."""
+    try:
+        disk.link(path, backup)
+    except OSError as error:
+        if error.errno not in _CANNOT_LINK or found.status is None or found.data is None:
+            raise
+        owner = (found.status.st_uid, found.status.st_gid)
+        disk.create(backup, found.data, stat.S_IMODE(found.status.st_mode), owner, path)
 
 
 def _owner_below(above: os.stat_result) -> tuple[int, int] | None:
@@ -553,8 +608,11 @@ def _remove_folder(disk: Disk, folder: str) -> bool:
     return True
 
 
-def _undone(disk: Disk, error: OSError | BundleError | KeyboardInterrupt, tried: Iterable[Step]) -> BundleError:
-    """Undo in this process a run of which the steps ``tried`` may be made; returns the refusal to raise."""
+def _undone(disk: Disk, error: BaseException, made: Collection[str], tried: Iterable[Step]) -> BundleError:
+    """Undo in this process a run that made the paths ``made`` and of which the steps ``tried`` may be made.
+
+    Returns the refusal to raise.
+    """
     try:
         log = pending(disk)
         if disk.kind(journal.BESIDE) != "absent":
@@ -564,8 +622,8 @@ def _undone(disk: Disk, error: OSError | BundleError | KeyboardInterrupt, tried:
         if log is not None and log.phase == "commit":
             _roll_back(disk, log, _done(disk, tried))
         elif log is not None:
-            _clear(disk, log)
-    except (OSError, BundleError, KeyboardInterrupt) as second:
+            _clear(disk, log, made)
+    except _FAILURES as second:
         return _unfinished(disk.root, f"{_words(error)}; undoing it failed: {_words(second)}")
     if isinstance(error, BundleError):
         return error
@@ -595,11 +653,13 @@ def _done(disk: Disk, tried: Iterable[Step]) -> list[Step]:
     return steps
 
 
-def _words(error: OSError | BundleError | KeyboardInterrupt) -> str:
+def _words(error: BaseException) -> str:
     if isinstance(error, BundleError):
         return f"{error.reason.value}: {error.where}"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by the user"
+    if not isinstance(error, OSError):
+        return "not enough memory"
     words = error.strerror or str(error)
     return f"{words}: {error.filename}" if isinstance(error.filename, str) else words
 
@@ -618,19 +678,24 @@ def _roll_back(disk: Disk, log: Journal, steps: Iterable[Step]) -> None:
     _clear(disk, log)
 
 
-def _clear(disk: Disk, log: Journal) -> None:
-    """The tree is old: remove what was staged, the folders made for it, and the journal."""
-    _remove_beside(disk, log)
+def _clear(disk: Disk, log: Journal, made: Collection[str] | None = None) -> None:
+    """The tree is old: remove what was staged, the folders made for it, and the journal.
+
+    Only what is in ``made``, if the process that made it is still there to tell. Else all that the journal names:
+    none of it was there when the journal was written (:func:`preflight`).
+    """
+    _remove_beside(disk, log, made)
     for folder in reversed(log.new_folders):
         # One that somebody put something into stays; status tells.
-        _remove_folder(disk, folder)
+        if made is None or folder in made:
+            _remove_folder(disk, folder)
     _remove_journal(disk, log)
 
 
-def _remove_beside(disk: Disk, log: Journal) -> None:
+def _remove_beside(disk: Disk, log: Journal, made: Collection[str] | None = None) -> None:
     for step in log.steps:
         for path in (step.stage, step.backup):
-            if path is not None and disk.kind(path) != "absent":
+            if path is not None and (made is None or path in made) and disk.kind(path) != "absent":
                 disk.unlink(path)
 
 
