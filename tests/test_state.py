@@ -198,8 +198,10 @@ def grown(place: Path, size: int = 1 << 35) -> None:
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
+    """Room for another GiB beside what this process has mapped, which libraries make much."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (3 << 30, before[1]))
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 30), before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
 

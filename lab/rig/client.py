@@ -159,6 +159,8 @@ def send(route: Route, request: Request, timeout: float = 120.0, room: int | Non
     try:
         answer = post(route.port, "/generate", body, timeout)
     except OSError as error:
+        if helper is not None:
+            helper.join(1.0)  # a prefill that failed too says so at once; one that hangs is not waited for
         told = str(error) + ("; prefill: " + prefill["error"] if "error" in prefill else "")
         return Answer(error=told, seconds=time.monotonic() - began, tag=request.tag)
     if helper is not None:
