@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import py_compile
 import resource
 import subprocess
 import sys
@@ -346,3 +348,94 @@ def test_a_receipt_that_does_not_read_may_be_anybodys(toy: Toy, data: bytes) -> 
     (toy.tree / toys.HOME / "receipt.json").write_bytes(data)
     assert trees.look(toy).receipt == "of an unknown bundle"
     assert "[not-expected]" in trees.revert(toy).err
+
+
+# Bytecode that runs in place of a pinned module.
+
+
+def unseen(source: Path, data: bytes, place: Path | None = None) -> Path:
+    """Bytecode of ``data`` beside ``source`` that is never checked."""
+    place = place or Path(importlib.util.cache_from_source(str(source)))
+    other = source.parent.parent / "other.py"
+    other.write_bytes(data)
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(other), str(place), doraise=True, invalidation_mode=mode)
+    other.unlink()
+    return place
+
+
+def all_refuse_bytecode(toy: Toy, place: Path, *, changing: bool = True) -> None:
+    commands = [trees.apply(toy), trees.check(toy), trees.check(toy, "--expect", "applied", "--full")]
+    for done in (*commands, *([trees.revert(toy, "-n")] if changing else [])):
+        assert (done.code, "[bytecode]" in done.err) == (1, True), done
+        assert f"where:    {place}\n" in done.err
+    told = trees.status(toy)
+    assert (told.code, f"stale bytecode: {place}" in told.out) == (1, True), told
+
+
+MODULE = f"{toys.HOME}/alpha.py"
+
+
+def test_bytecode_of_another_source_that_is_never_checked_is_no_level(toy: Toy) -> None:
+    trees.change(toy, "apply")
+    place = unseen(toy.tree / MODULE, b"def start(): evil\n")
+    all_refuse_bytecode(toy, place, changing=False)
+    assert trees.revert(toy).code == 0  # which drops it
+    assert not place.exists()
+
+
+def test_bytecode_of_the_very_source_that_is_never_checked_is_told_and_no_more(toy: Toy) -> None:
+    trees.change(toy, "apply")
+    place = unseen(toy.tree / MODULE, (toy.tree / MODULE).read_bytes())
+    told = trees.status(toy)
+    assert (told.code, f"{place} (unchecked)" in told.out) == (0, True)  # it would hide the next change
+    assert trees.check(toy, "--expect", "applied", "--full").code == 0
+    # Another interpreter's: this one cannot tell.
+    place.write_bytes(b"\0\0\r\n" + place.read_bytes()[4:])
+    all_refuse_bytecode(toy, place, changing=False)
+
+
+@pytest.mark.parametrize("what", ["the folder", "the file", "nowhere"])
+def test_a_link_in_the_place_of_bytecode_is_refused_and_not_followed(toy: Toy, tmp_path: Path, what: str) -> None:
+    trees.change(toy, "apply")
+    caches = toy.tree / toys.HOME / "__pycache__"
+    real = unseen(toy.tree / MODULE, b"x = 1\n", tmp_path / "elsewhere" / "alpha.cpython-311.pyc")
+    place = caches
+    if what == "the file":
+        caches.mkdir()
+        place = caches / real.name
+        place.symlink_to(real)
+    else:
+        caches.symlink_to(real.parent if what == "the folder" else "nowhere")
+    all_refuse_bytecode(toy, place)
+    assert real.exists()
+    assert place.is_symlink()
+
+
+@pytest.mark.parametrize("what", ["plain", "sglang", toys.HOME, "the file"])
+def test_the_same_below_a_prefix(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    trees.change(toy, "apply")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "prefix"))
+    mirror = tmp_path / "prefix" / toy.tree.relative_to("/")
+    place = unseen(toy.tree / MODULE, b"x = 1\n", mirror / toys.HOME / "alpha.cpython-311.pyc")
+    if what != "plain":
+        place = place if what == "the file" else mirror / what
+        place.rename(tmp_path / "moved")
+        place.symlink_to(tmp_path / "moved")
+    all_refuse_bytecode(toy, place, changing=what != "plain")
+
+
+def test_bytecode_older_than_a_source_with_its_very_time_and_size_is_told_and_other_is_not(toy: Toy) -> None:
+    source = toy.tree / ENGINE
+    os.utime(source, (1_000_000_000, 1_000_000_000))
+    place = Path(py_compile.compile(str(source), doraise=True) or "")
+    os.utime(place, (1_100_000_000, 1_100_000_000))
+    _, target = trees.load(toy)
+    assert [cache.path for cache in work.status(trees.load(toy)[0], target).stale] == [
+        place.relative_to(toy.tree).as_posix()
+    ]
+    assert trees.status(toy).code == 0
+    os.utime(place)
+    later = time.time() + 60
+    os.utime(place, (later, later))
+    assert work.status(trees.load(toy)[0], target).stale == ()

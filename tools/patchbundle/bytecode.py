@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from patchbundle import names
 from patchbundle.errors import BundleError
 from patchbundle.tree import Tree
 
@@ -16,7 +18,8 @@ class Cache:
 
     ``kind`` tells how an interpreter checks it: by the source's time stamp, by its hash, or not at all
     ("unchecked"): the last would go on running the old code whatever stands in the source. "damaged", "link",
-    "unreadable" and "closed" (a whole folder) say why that cannot be told.
+    "unreadable" and "closed" (a whole folder) say why that cannot be told. A link may also stand in the place of
+    a whole folder; it is not followed.
     """
 
     folder: Path
@@ -24,6 +27,20 @@ class Cache:
     module: str
     kind: str
     stamp: tuple[int, int] | None = None  # (mtime in s, size in bytes) of the source it was made from
+    magic: bytes = b""  # of the interpreter that made it
+    digest: bytes = b""  # the source's, as that interpreter takes it, where it is not checked by a time stamp
+
+    def replaces(self, source: bytes) -> bool:
+        """Whether an interpreter would run it in place of ``source`` without a look at that, and it is not its code.
+
+        A link counts, wherever it leads. So does code that is never checked and comes from another kind of
+        interpreter than this one: its digest of the source cannot be taken here.
+        """
+        if self.kind == "link":
+            return True
+        if self.kind != "unchecked":
+            return False
+        return self.magic != importlib.util.MAGIC_NUMBER or self.digest != importlib.util.source_hash(source)
 
     def hides(self, mtime: int, size: int) -> bool:
         """Whether an interpreter would take it for that of a source with this time stamp, unread."""
@@ -51,9 +68,12 @@ def find(tree: Tree, modules: Iterable[str], mirrors: Iterable[Path] = ()) -> li
             continue
         with other:
             for module in sources:
-                found += _in_folder(other, module.rpartition("/")[0], module)
-    closed: set[str] = set()
-    return [cache for cache in found if cache.kind != "closed" or _first(closed, f"{cache.folder}/{cache.path}")]
+                folder = module.rpartition("/")[0]
+                # The interpreter follows a link anywhere below the prefix.
+                link = next((f for f in (*names.parents(folder), folder) if f and other.kind(f) == "link"), "")
+                found += [Cache(mirror, link, module, "link")] if link else _in_folder(other, folder, module)
+    seen: set[str] = set()
+    return [cache for cache in found if _first(seen, f"{cache.folder}/{cache.path}")]
 
 
 def _first(seen: set[str], item: str) -> bool:
@@ -65,6 +85,9 @@ def _first(seen: set[str], item: str) -> bool:
 def _in_folder(tree: Tree, folder: str, module: str) -> Iterator[Cache]:
     stem = module.rpartition("/")[2].removesuffix(".py")
     try:
+        if folder and tree.kind(folder) == "link":
+            yield Cache(tree.root, folder, module, "link")
+            return
         listing = tree.listing(folder)
     except BundleError:
         yield Cache(tree.root, folder, module, "closed")
@@ -78,13 +101,13 @@ def _in_folder(tree: Tree, folder: str, module: str) -> Iterator[Cache]:
 
 def _read(tree: Tree, path: str, module: str) -> Cache:
     try:
-        data = tree.find(path).data or b""
-    except BundleError:
+        data = tree.head(path, 16)
+    except OSError:
         return Cache(tree.root, path, module, "unreadable")
     if len(data) < 16:
         return Cache(tree.root, path, module, "damaged")
     flags = int.from_bytes(data[4:8], "little")
     if flags & 1:
-        return Cache(tree.root, path, module, "checked" if flags & 2 else "unchecked")
+        return Cache(tree.root, path, module, "checked" if flags & 2 else "unchecked", None, data[:4], data[8:16])
     stamp = (int.from_bytes(data[8:12], "little"), int.from_bytes(data[12:16], "little"))
     return Cache(tree.root, path, module, "timestamp", stamp)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -64,15 +64,49 @@ class Status:
 def status(bundle: Bundle, target: Target) -> Status:
     with Tree(target.root) as tree:
         state = look(bundle, target, tree)
-        modules = [path for path in state.pins.paths if state.found[path].identity.is_file]
-        stale = [cache for cache in bytecode.find(tree, modules, target.mirrors) if _hides(state, cache)]
+        caches = bytecode.find(tree, _modules(state), target.mirrors)
+    stale = [cache for cache in caches if _hides(state, cache)]
+    if any(_replaces(state, cache) for cache in caches):
+        # What would run is as no level has it.
+        state = replace(state, level=None)
     changed = [found.status.st_ctime for found in state.found.values() if found.status is not None]
     older = processes.older_than(target.root, max(changed, default=0.0))
     return Status(state, gates(bundle), tuple(stale), tuple(older))
 
 
+def _modules(state: State) -> list[str]:
+    return [path for path in state.pins.paths if state.found[path].identity.is_file]
+
+
+def _replaces(state: State, cache: Cache) -> bool:
+    """Whether an interpreter would run this in place of the pinned module that stands there, and never notice."""
+    source = state.data(cache.module)
+    return cache.kind == "link" if source is None else cache.replaces(source)
+
+
+def _refuse_bytecode(tree: Tree, state: State, target: Target, changed: Iterable[str] = ()) -> None:
+    """Refuse bytecode that hides what stands in the tree, but for plain files of modules that a run changes: it
+    drops them.
+
+    Raises:
+        BundleError: BYTECODE.
+    """
+    dropped = set(changed)
+    for cache in bytecode.find(tree, sorted({*_modules(state), *(dropped & set(state.pins.paths))}), target.mirrors):
+        if _replaces(state, cache) and (cache.kind == "link" or cache.module not in dropped):
+            raise BundleError(
+                Reason.BYTECODE,
+                str(cache.folder / cache.path),
+                expected=f"no bytecode that an interpreter runs unseen in place of {cache.module}",
+                found="a link" if cache.kind == "link" else "bytecode of another source, which is never checked",
+                next_step="remove it, then run the command again",
+            )
+
+
 def _hides(state: State, cache: Cache) -> bool:
     """Bytecode that an interpreter may run in place of a source that changed after it was compiled."""
+    if cache.kind == "link":
+        return True
     source = state.found[cache.module].status
     if source is None or not cache.hides(int(source.st_mtime), source.st_size):
         return False
@@ -122,6 +156,8 @@ def make_plan(
         record_data=state.data(state.record_path),
         receipt_data=state.data(state.base.receipt),
     )
+    with nullcontext(tree) if tree is not None else Tree(target.root) as opened:
+        _refuse_bytecode(opened, state, target, (op.path for op in made.operations))
     return state, made
 
 
@@ -170,6 +206,7 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
                 found="nothing",
                 next_step=f"run: tools/apply.py apply --root {target.root}",
             )
+        _refuse_bytecode(tree, state, target)
         attestation = attest.attest(tree, bundle, state, level) if full else None
     if attestation is not None:
         _require_attested(target, attestation)
