@@ -439,3 +439,10 @@ def test_bytecode_older_than_a_source_with_its_very_time_and_size_is_told_and_ot
     later = time.time() + 60
     os.utime(place, (later, later))
     assert work.status(trees.load(toy)[0], target).stale == ()
+
+
+def test_files_under_the_tools_own_names_are_listed_and_are_no_level(toy: Toy) -> None:
+    (toy.tree / "sglang/srt/.patchbundle-4.old").write_bytes(b"a rescue copy")
+    state = trees.look(toy)
+    assert state.level is None
+    assert state.unexpected == ("sglang/srt/.patchbundle-4.old",)

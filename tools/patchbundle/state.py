@@ -10,10 +10,11 @@ from typing import Any
 from patchbundle import plan as plan_module
 from patchbundle import record
 from patchbundle.bases import Base
-from patchbundle.errors import BundleError, Reason
+from patchbundle.errors import BundleError, Reason, command
 from patchbundle.identity import ABSENT, PLAIN, File, Identity
 from patchbundle.lock import Pins
 from patchbundle.manifest import Bundle
+from patchbundle.transaction import leftovers
 from patchbundle.tree import Found, Tree
 
 # More than a RECORD of a hundred thousand files, or any receipt.
@@ -84,7 +85,7 @@ class State:
         if self.level is not None:
             return self.level
         near = f"nearest known state: level {self.nearest} ({self.pins.name_of(self.nearest)})"
-        hint = f"undo the change, or reinstall the base; every file: tools/apply.py status --root {root}"
+        hint = f"undo the change, or reinstall the base; every file: {command('status', '--root', root)}"
         for file in self.files:
             if not file.holds:
                 raise BundleError(
@@ -114,7 +115,8 @@ def look(tree: Tree, bundle: Bundle, base: Base, record_path: str | None) -> Sta
     nearest = max(_levels(pins), key=lambda level: (fits[level], level))
     level = nearest if fits[nearest] == len(pins.paths) else None
     at = nearest if level is None else level
-    unexpected = _unexpected(tree, pins, base, at, found[base.receipt].identity)
+    extra = _unexpected(tree, pins, base, at, found[base.receipt].identity)
+    unexpected = tuple(sorted({*extra, *leftovers(tree, [*pins.paths, base.receipt])}))
     fault = _record_fault(found, record_path, pins, at) if level is not None else None
     receipt = _receipt(bundle, base, at, found[base.receipt])
     foreign = _receipt_fault(tree, bundle, base, at, found[base.receipt]) if receipt == UNKNOWN else None

@@ -196,7 +196,7 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
                 str(target.root),
                 expected=f"level {0 if expect == 'base' else top} ({expect})",
                 found=f"level {level} ({state.pins.name_of(level)})",
-                next_step=f"run: tools/apply.py {verb} --root {target.root}",
+                next_step=f"run: {command(verb, '--root', target.root)}",
             )
         if level and state.receipt == "missing":
             raise BundleError(
@@ -204,7 +204,7 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
                 f"{target.root}/{state.base.receipt}",
                 expected="the receipt of a patched tree",
                 found="nothing",
-                next_step=f"run: tools/apply.py apply --root {target.root}",
+                next_step=f"run: {command('apply', '--root', target.root)}",
             )
         _refuse_bytecode(tree, state, target)
         attestation = attest.attest(tree, bundle, state, level) if full else None
