@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.rig.standins import attention, indexer, speculative, table, tables
+from lab.rig.standins import attention, indexer, interpreter, speculative, table, tables
 
 CHECKS: list[Callable[[], None]] = []
 
@@ -63,6 +63,12 @@ def the_real_quantiser_of_the_indexer_rounds_as_the_definition_says() -> None:
         # Half a step of three bits of mantissa, and half of the smallest step: a lost carry would be half the value.
         bound = torch.maximum(wide.abs() / 16, scales * 2.0**-10) * 1.001
         assert bool(((back - wide).abs() <= bound).all())
+
+
+@check
+def a_value_beyond_the_range_is_clamped_by_this_version_of_pytorch_too() -> None:
+    got = interpreter.convert(torch.tensor([449.0, 1e6, -1e6, float("inf")]), torch.float8_e4m3fn)
+    assert got.float().tolist() == [448.0, 448.0, -448.0, 448.0]
 
 
 @check

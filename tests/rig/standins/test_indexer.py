@@ -144,7 +144,9 @@ def test_the_largest_scores_of_each_window_are_selected() -> None:
 
 
 def test_ties_go_to_the_lower_position() -> None:
-    assert topk.fast_topk_v2(torch.zeros(1, 9), torch.tensor([9]), 4).tolist() == [[0, 1, 2, 3]]
+    score = torch.arange(5000).remainder(3).float()[None]
+    want = [i for i in range(5000) if i % 3 == 2][:40]
+    assert topk.fast_topk_v2(score, torch.tensor([5000]), 40).tolist() == [want]
 
 
 def test_a_short_row_is_selected_whole_in_order_then_minus_one() -> None:
