@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import pytest
 
-from patchbundle import journal, manifest, transaction, work
+from patchbundle import journal, manifest, preflight, transaction, work
 from patchbundle import target as target_module
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
@@ -497,8 +497,8 @@ def test_leftovers_are_what_stands_under_our_names_but_for_the_journal(small: Sc
     (small.tree / "sglang/srt/layers/.patchbundle-5.new").mkdir()
     (small.tree / "sglang/.patchbundle-link").symlink_to("nowhere")
     with Tree(small.tree) as tree:
-        assert transaction.leftovers(tree, []) == [".patchbundle-1.new"]
-        assert transaction.leftovers(tree, ["sglang/none/a.py", ENGINE, "sglang/srt/layers/b.py", "sglang/c.py"]) == [
+        assert preflight.leftovers(tree, []) == [".patchbundle-1.new"]
+        assert preflight.leftovers(tree, ["sglang/none/a.py", ENGINE, "sglang/srt/layers/b.py", "sglang/c.py"]) == [
             ".patchbundle-1.new",
             "sglang/.patchbundle-link",
             "sglang/srt/.patchbundle-0.old",
@@ -712,11 +712,11 @@ def test_links_among_the_bytecode_of_our_folder_go_with_it(small: Scene) -> None
 # What is looked at first, to the byte.
 
 
-def preflight(scene: Scene) -> None:
+def looked_over(scene: Scene) -> None:
     target = target_module.discover(scene.bundle, root=scene.tree)
     with Tree(scene.tree) as tree:
         _, plan = work.make_plan(scene.bundle, target, "apply", None, tree=tree)
-        transaction.preflight(tree, plan)
+        preflight.check(tree, plan)
 
 
 def test_room_is_twice_the_new_bytes_once_the_old_and_a_mebibyte(small: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -741,11 +741,11 @@ def test_room_is_twice_the_new_bytes_once_the_old_and_a_mebibyte(small: Scene, m
 
     monkeypatch.setattr(os, "fstatvfs", so_full)
     free |= {"bytes": bytes_needed, "inodes": inodes_needed}
-    preflight(small)
+    looked_over(small)
     for what, needed in (("bytes", bytes_needed), ("inodes", inodes_needed)):
         free |= {"bytes": bytes_needed, "inodes": inodes_needed, what: needed - 1}
         with pytest.raises(BundleError) as caught:
-            preflight(small)
+            looked_over(small)
         assert caught.value.reason is Reason.NO_SPACE
 
 
@@ -771,11 +771,11 @@ def test_a_file_is_only_replaced_by_who_can_keep_its_owner_and_its_group(
     with Tree(small.tree) as tree:
         if refused:
             with pytest.raises(BundleError) as caught:
-                transaction._check_owner(tree, ENGINE, os.stat_result(status))
+                preflight._check_owner(tree, ENGINE, os.stat_result(status))
             assert caught.value.reason is Reason.OWNER
             assert f"owner {owner}, group {group}" in str(caught.value)
         else:
-            transaction._check_owner(tree, ENGINE, os.stat_result(status))
+            preflight._check_owner(tree, ENGINE, os.stat_result(status))
 
 
 def test_no_call_site_ever_stands_without_the_module_that_it_calls(small: Scene) -> None:

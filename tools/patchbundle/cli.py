@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from patchbundle import __version__, author, fetch, manifest, output, pin, scan, transaction, work
+from patchbundle import __version__, author, fetch, manifest, output, pin, preflight, scan, transaction, work
 from patchbundle import target as target_module
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
@@ -201,7 +201,7 @@ def _change(direction: str) -> Callable[..., Exit]:
                 report.say(f"nothing to do: the tree is at level {plan.to_level} ({state.pins.name_of(plan.to_level)})")
                 return Exit.NOTHING_TO_DO
             if not isinstance(tree, Disk):
-                warnings = transaction.preflight(tree, plan, target.mirrors)
+                warnings = preflight.check(tree, plan, target.mirrors)
                 report.result["warnings"] = warnings
                 for warning in warnings:
                     report.say(f"warning: {warning}")

@@ -14,7 +14,7 @@ from patchbundle.errors import BundleError, Reason, command
 from patchbundle.identity import ABSENT, PLAIN, File, Identity
 from patchbundle.lock import Pins
 from patchbundle.manifest import Bundle
-from patchbundle.transaction import leftovers
+from patchbundle.preflight import leftovers
 from patchbundle.tree import Found, Tree
 
 # More than a RECORD of a hundred thousand files, or any receipt.

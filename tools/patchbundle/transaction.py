@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchbundle import bytecode, journal, names
+from patchbundle import bytecode, journal, preflight
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason, command
 from patchbundle.identity import ABSENT, EXECUTABLE, Identity
@@ -27,8 +27,6 @@ from patchbundle.journal import Journal, Step
 from patchbundle.plan import Plan
 from patchbundle.tree import Found, Tree
 
-# Room for the journal, folders and block rounding, beside the bytes themselves.
-_SLACK = 1 << 20
 _CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 
 # What may end a run in its middle and is answered by undoing it.
@@ -100,7 +98,7 @@ def run(
     """
     if interrupted(disk):
         raise recovery_needed(disk.root)
-    warnings = preflight(disk, plan, mirrors)
+    warnings = preflight.check(disk, plan, mirrors)
     steps = tuple(Step.of(number, op.path, op.old, op.new) for number, op in enumerate(plan.operations))
     log = Journal(
         "prepare",
@@ -270,153 +268,6 @@ def _recover_command(root: Path, *more: str) -> str:
     return f"run: {command('recover', '--root', root, *more)}"
 
 
-# Before anything is written.
-
-
-def preflight(tree: Tree, plan: Plan, mirrors: Sequence[Path] = ()) -> list[str]:
-    """Check all that can be checked without writing; returns warnings.
-
-    Raises:
-        BundleError: naming the first thing that stands in the way.
-    """
-    # First of all: these names are written to, and removed, without a look at what they are.
-    for path in leftovers(tree, [*(op.path for op in plan.operations), *plan.new_folders, *plan.gone_folders]):
-        raise BundleError(
-            Reason.DRIFT,
-            str(tree.root / path),
-            expected=f"no {names.RESERVED}* file where no run was interrupted",
-            found=f"a {tree.kind(path)}",
-            next_step="it may be a rescue copy of an earlier run: move it out of the tree, then run the command again",
-        )
-    for op in plan.operations:
-        found = tree.find(op.path)
-        if found.identity != op.old:
-            raise _swapped(tree, op.path, found.identity, op.old)
-        if found.status is not None and op.new.is_file:
-            _check_owner(tree, op.path, found.status)
-    for folder in plan.new_folders:
-        if tree.kind(folder) != "absent":
-            raise BundleError(Reason.SWAPPED, str(tree.root / folder), expected="nothing", found=tree.kind(folder))
-    _check_gone_folders(tree, plan)
-    # A folder that comes or goes is an entry of the one above it.
-    folders = _existing_parents(tree, (*(op.path for op in plan.operations), *plan.new_folders, *plan.gone_folders))
-    folders |= {f"{folder}/__pycache__" for folder in plan.gone_folders if tree.listing(f"{folder}/__pycache__")}
-    for folder in ["", *sorted(folders)]:
-        _check_writable(tree, folder)
-    _check_room(tree, folders, plan)
-    return _check_caches(tree, plan, mirrors)
-
-
-def leftovers(tree: Tree, paths: Iterable[str]) -> list[str]:
-    """What stands under a name of our own in the tree's root and in the folders of ``paths``; sorted.
-
-    The journal is not among it: :func:`refuse_interrupted` is about that. In a tree in which no run was interrupted
-    nobody knows whose these files are. They are never removed, and nothing is written beside them.
-    """
-    folders = {"", *(path.rpartition("/")[0] for path in paths)}
-    found = []
-    for folder in folders:
-        for name in tree.listing(folder):
-            path = f"{folder}/{name}" if folder else name
-            if name.startswith(names.RESERVED) and path not in (journal.NAME, journal.BESIDE):
-                found.append(path)
-    return sorted(found)
-
-
-def _existing_parents(tree: Tree, paths: Iterable[str]) -> set[str]:
-    """For each path the innermost folder above it that is there."""
-    folders = set()
-    for path in paths:
-        above = ["", *names.parents(path)]
-        folders.add(next(folder for folder in reversed(above) if not folder or tree.kind(folder) == "folder"))
-    return folders
-
-
-def _check_writable(tree: Tree, folder: str) -> None:
-    with tree.folder(folder) as fd:
-        if not os.access(".", os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True):
-            raise BundleError(
-                Reason.NOT_WRITABLE,
-                str(tree.root / folder),
-                expected=f"a folder that user {os.geteuid()} may write to",
-                found="a read-only file system"
-                if os.fstatvfs(fd).f_flag & os.ST_RDONLY
-                else f"{stat.filemode(os.fstat(fd).st_mode)}, owner {os.fstat(fd).st_uid}",
-                next_step="run where the tree can be written to, as its owner",
-            )
-
-
-def _check_owner(tree: Tree, path: str, status: os.stat_result) -> None:
-    groups = {os.getegid(), *os.getgroups()}
-    if os.geteuid() != 0 and (status.st_uid != os.geteuid() or status.st_gid not in groups):
-        raise BundleError(
-            Reason.OWNER,
-            str(tree.root / path),
-            expected=f"a file of user {os.geteuid()} and of one of its groups",
-            found=f"owner {status.st_uid}, group {status.st_gid}",
-            next_step="run as the owner of the file",
-        )
-
-
-def _check_room(tree: Tree, folders: set[str], plan: Plan) -> None:
-    # Twice the bytes: where the file system has no hard links, the old files are copied.
-    needed = _SLACK + sum(2 * op.new.size + op.old.size for op in plan.operations)
-    for folder in sorted(folders):
-        with tree.folder(folder) as fd:
-            room = os.fstatvfs(fd)
-        free = room.f_bavail * room.f_frsize
-        if free < needed or (room.f_files and room.f_favail < 2 * len(plan.operations) + 8):
-            raise BundleError(
-                Reason.NO_SPACE,
-                str(tree.root / folder),
-                expected=f"{needed} bytes and {2 * len(plan.operations) + 8} inodes free",
-                found=f"{free} bytes and {room.f_favail} inodes free",
-                next_step="make room, then run the command again",
-            )
-
-
-def _check_gone_folders(tree: Tree, plan: Plan) -> None:
-    removed = {op.path for op in plan.operations if not op.new.is_file}
-    for folder in plan.gone_folders:
-        for name in tree.listing(folder):
-            path = f"{folder}/{name}"
-            if name == "__pycache__":
-                others = [f"{path}/{item}" for item, kind in tree.listing(path).items() if not _is_bytecode(item, kind)]
-                # Or something that is no folder, in a folder's place.
-                others += [] if tree.kind(path) == "folder" else [path]
-            else:
-                others = [] if path in removed or path in plan.gone_folders else [path]
-            if others:
-                raise BundleError(
-                    Reason.DRIFT,
-                    str(tree.root / others[0]),
-                    expected="nothing of others in a folder that goes",
-                    found=f"a {tree.kind(others[0])}",
-                    next_step="move it away, then run the command again",
-                )
-
-
-def _is_bytecode(name: str, kind: str) -> bool:
-    # An interpreter writes NAME.pyc.NUMBER and renames it.
-    return kind in {"file", "link"} and ".pyc" in name
-
-
-def _check_caches(tree: Tree, plan: Plan, mirrors: Sequence[Path]) -> list[str]:
-    warnings = []
-    modules = [op.path for op in plan.operations]
-    for cache in bytecode.find(tree, modules, mirrors):
-        place = cache.folder / cache.path
-        if cache.kind == "closed":
-            warnings.append(f"{place} cannot be looked into: drop the bytecode of changed modules there")
-            continue
-        if os.access(place.parent, os.W_OK | os.X_OK, effective_ids=True):
-            continue
-        if cache.kind == "unchecked":
-            raise _bytecode_in_the_way(cache)
-        warnings.append(f"{place} cannot be removed; an interpreter checks it against its source ({cache.kind})")
-    return warnings
-
-
 # Staging.
 
 
@@ -432,7 +283,7 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes], made: list[str]) ->
     for step in log.steps:
         found = disk.find(step.path)
         if found.identity != step.old:
-            raise _swapped(disk, step.path, found.identity, step.old)
+            raise preflight.swapped(disk, step.path, found.identity, step.old)
         if step.stage is not None:
             permissions, owner = _attributes(disk, step, found.status)
             like = step.path if found.status is not None else None
@@ -444,7 +295,7 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes], made: list[str]) ->
                 _keep(disk, step.path, step.backup, found)
             backup = disk.find(step.backup).identity
             if backup != step.old:
-                raise _swapped(disk, step.path, backup, step.old)
+                raise preflight.swapped(disk, step.path, backup, step.old)
     for folder in _folders(disk, log):
         disk.sync_folder(folder)
 
@@ -522,7 +373,7 @@ def _is_there(disk: Disk, folder: str) -> bool:
 def _check_unchanged(disk: Disk, step: Step) -> None:
     found = disk.find(step.path).identity
     if found != step.old:
-        raise _swapped(disk, step.path, found, step.old)
+        raise preflight.swapped(disk, step.path, found, step.old)
 
 
 def _forward(disk: Disk, step: Step) -> None:
@@ -539,7 +390,7 @@ def _settle(disk: Disk, log: Journal) -> None:
     for step in log.steps:
         found = disk.find(step.path).identity
         if found != step.new:
-            raise _swapped(disk, step.path, found, step.new)
+            raise preflight.swapped(disk, step.path, found, step.new)
 
 
 def _finish(disk: Disk, log: Journal) -> tuple[tuple[str, ...], list[str]]:
@@ -573,19 +424,9 @@ def _drop_caches(disk: Disk, log: Journal) -> tuple[tuple[str, ...], list[str]]:
                 raise
             if cache.kind == "unchecked":
                 # The old code would run on. The journal stays, so that recover tries again.
-                raise _bytecode_in_the_way(cache) from error
+                raise preflight.in_the_way(cache) from error
             warnings.append(f"{place} could not be removed: {error.strerror}")
     return tuple(dropped), warnings
-
-
-def _bytecode_in_the_way(cache: bytecode.Cache) -> BundleError:
-    return BundleError(
-        Reason.BYTECODE,
-        str(cache.folder / cache.path),
-        expected="bytecode that can be removed: it is never checked against its source",
-        found="a folder that cannot be written to",
-        next_step="remove it as its owner, then run the command again",
-    )
 
 
 def _remove_folder(disk: Disk, folder: str) -> bool:
@@ -595,7 +436,7 @@ def _remove_folder(disk: Disk, folder: str) -> bool:
     caches = f"{folder}/__pycache__"
     try:
         for name, kind in disk.listing(caches).items():
-            if _is_bytecode(name, kind):
+            if preflight.is_bytecode(name, kind):
                 with contextlib.suppress(FileNotFoundError):
                     disk.unlink(f"{caches}/{name}")
         if disk.kind(caches) == "folder":
@@ -649,7 +490,7 @@ def _done(disk: Disk, tried: Iterable[Step]) -> list[Step]:
         if found == step.new:
             steps.append(step)
         elif found != step.old:
-            raise _swapped(disk, step.path, found, step.new)
+            raise preflight.swapped(disk, step.path, found, step.new)
     return steps
 
 
@@ -732,13 +573,3 @@ def _obstacle(disk: Disk, log: Journal, back: bool) -> BundleError | None:
                 exit_code=Exit.RECOVERY_NEEDED,
             )
     return None
-
-
-def _swapped(tree: Tree, path: str, found: Identity, expected: Identity) -> BundleError:
-    return BundleError(
-        Reason.SWAPPED,
-        str(tree.root / path),
-        expected=expected.brief(),
-        found=found.brief(),
-        next_step=f"find out what else writes to this tree, then run: {command('status', '--root', tree.root)}",
-    )
