@@ -81,6 +81,7 @@ struct Format<float> {
   static constexpr int kPerVector = 4;
   static constexpr uint32_t kLowest = 0x007FFFFFu;   // key of -inf
   static constexpr uint32_t kHighest = 0xFF800000u;  // key of +inf
+  static constexpr uint32_t kMinusZero = 0x7FFFFFFFu;  // the key that -0.0 would have
   static __device__ __forceinline__ float widen(float x) { return x; }
   static __device__ __forceinline__ float part(const uint4& v, int c) {
     return __uint_as_float(c == 0 ? v.x : c == 1 ? v.y : c == 2 ? v.z : v.w);
@@ -100,6 +101,7 @@ struct Format<__nv_bfloat16> {
   static constexpr int kPerVector = 8;
   static constexpr uint32_t kLowest = 0x007Fu;
   static constexpr uint32_t kHighest = 0xFF80u;
+  static constexpr uint32_t kMinusZero = 0x7FFFu;
   static __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
   static __device__ __forceinline__ float part(const uint4& v, int c) {
     const int word = c >> 1;
@@ -270,12 +272,33 @@ __device__ __forceinline__ int shift_for(uint32_t span) {
   return bits > kBinBits ? bits - kBinBits : 0;
 }
 
+// Sorts keys into bins evenly by value. Subtraction and multiplication by a positive number keep the order of values
+// under rounding, so bins hold neighbours, and that is all that the choice needs; what a bin holds exactly is counted.
+template <class T>
+struct Even {
+  float low, scale;
+
+  __device__ Even(uint32_t low_key, uint32_t high_key) : low(0), scale(0) {
+    if (low_key <= Format<T>::kLowest || high_key >= Format<T>::kHighest || low_key == high_key) return;
+    low = Format<T>::value(low_key);
+    const float found = (kBins - 1) / (Format<T>::value(high_key) - low);
+    scale = found > 0 && found < 1e30f ? found : 0;
+  }
+  __device__ __forceinline__ bool usable() const { return scale > 0; }
+  __device__ __forceinline__ int bin(uint32_t key) const {
+    return min(static_cast<int>((Format<T>::value(key) - low) * scale), kBins - 1);
+  }
+};
+
 // each(use) must call use(key) for every element that this thread holds; 0 is no element. 1 <= rank <= elements.
-// Counting only: at most three rounds of 11 bits below the common prefix, fewer once a bin holds few.
-template <int kThreads, class Each>
-__device__ Verdict kth(Scratch& s, Each&& each, uint32_t rank) {
+// Counting only: with kEven a first round of bins even by value, then at most three of 11 bits below the common prefix,
+// fewer once a bin holds few. With `enough` > 0 the caller takes any key for which between rank and enough elements are
+// larger or equal, in `key`, and nothing else.
+template <class T, int kThreads, bool kEven, class Each>
+__device__ Verdict kth(Scratch& s, Each&& each, uint32_t rank, uint32_t enough = 0) {
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
   uint32_t low = 0xFFFFFFFFu, high = 0;
   each([&](uint32_t key) {
     low = min(low, key - 1u);  // no element wraps to the largest
@@ -287,51 +310,88 @@ __device__ Verdict kth(Scratch& s, Each&& each, uint32_t rank) {
     s.warp[0][warp] = low;
     s.warp[1][warp] = high;
   }
-  for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
   if (threadIdx.x == 0) s.box[3] = 0;
   __syncthreads();
   low = __reduce_min_sync(0xFFFFFFFFu, lane < kWarps ? s.warp[0][lane] : 0xFFFFFFFFu) + 1u;
   high = __reduce_max_sync(0xFFFFFFFFu, lane < kWarps ? s.warp[1][lane] : 0u);
-  uint32_t span = high - low;
   Verdict verdict{low, 0, 0};
-  while (true) {
-    const int shift = shift_for(span);
-    each([&](uint32_t key) {
-      const uint32_t distance = key - low;
-      if (distance <= span) atomicAdd(&s.bins[distance >> shift], 1u);
-    });
-    __syncthreads();
-    uint32_t bin, above, count;
-    find_bin<kThreads>(s, rank, bin, above, count);
-    verdict.above += above;
-    rank -= above;
-    const uint32_t step = bin << shift;
-    low += step;
-    if (shift == 0) {
-      verdict.key = low;
-      verdict.equal = count;
-      return verdict;
+  uint32_t bin, above, count;
+  if (kEven) {
+    const Even<T> even(low, high);
+    if (even.usable()) {
+      each([&](uint32_t key) {
+        if (key) atomicAdd(&s.bins[even.bin(key)], 1u);
+      });
+      __syncthreads();
+      find_bin<kThreads>(s, rank, bin, above, count);
+      verdict.above += above;
+      rank -= above;
+      low = 0xFFFFFFFFu;
+      high = 0;
+      const bool few = count <= kFew;
+      each([&](uint32_t key) {
+        if (key && even.bin(key) == static_cast<int>(bin)) {
+          low = min(low, key);
+          high = max(high, key);
+          if (few) s.few[atomicAdd(&s.box[3], 1u)] = key;
+        }
+      });
+      if (few) goto compare;
+      low = __reduce_min_sync(0xFFFFFFFFu, low);
+      high = __reduce_max_sync(0xFFFFFFFFu, high);
+      if (lane == 0) {
+        s.warp[0][warp] = low;
+        s.warp[1][warp] = high;
+      }
+      for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+      __syncthreads();
+      low = __reduce_min_sync(0xFFFFFFFFu, lane < kWarps ? s.warp[0][lane] : 0xFFFFFFFFu);
+      high = __reduce_max_sync(0xFFFFFFFFu, lane < kWarps ? s.warp[1][lane] : 0u);
     }
-    span = min((1u << shift) - 1u, span - step);
-    if (count <= kFew) break;
-    for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
-    __syncthreads();
   }
-  each([&](uint32_t key) {
-    if (key - low <= span) s.few[atomicAdd(&s.box[3], 1u)] = key;
-  });
+  {
+    uint32_t span = high - low;
+    while (true) {
+      const int shift = shift_for(span);
+      each([&](uint32_t key) {
+        const uint32_t distance = key - low;
+        if (distance <= span) atomicAdd(&s.bins[distance >> shift], 1u);
+      });
+      __syncthreads();
+      find_bin<kThreads>(s, rank, bin, above, count);
+      verdict.above += above;
+      rank -= above;
+      const uint32_t step = bin << shift;
+      low += step;
+      if (shift == 0 || (enough && verdict.above + count <= enough)) {
+        verdict.key = low;
+        verdict.equal = count;
+        return verdict;
+      }
+      span = min((1u << shift) - 1u, span - step);
+      if (count <= kFew) break;
+      for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+      __syncthreads();
+    }
+    each([&](uint32_t key) {
+      if (key - low <= span) s.few[atomicAdd(&s.box[3], 1u)] = key;
+    });
+  }
+compare:
   __syncthreads();
-  const uint32_t count = s.box[3];
-  if (threadIdx.x < count) {
-    const uint32_t mine = s.few[threadIdx.x];
+  for (uint32_t i = warp; i < count; i += kWarps) {  // a warp compares one with all
+    const uint32_t mine = s.few[i];
     uint32_t larger = 0, same = 0, earlier = 0;
-    for (uint32_t i = 0; i < count; ++i) {
-      const uint32_t other = s.few[i];
+    for (uint32_t j = lane; j < count; j += 32) {
+      const uint32_t other = s.few[j];
       larger += other > mine;
       same += other == mine;
-      earlier += other == mine && i < threadIdx.x;
+      earlier += other == mine && j < i;
     }
-    if (larger < rank && rank <= larger + same && earlier == 0) {  // exactly one thread
+    larger = __reduce_add_sync(0xFFFFFFFFu, larger);
+    same = __reduce_add_sync(0xFFFFFFFFu, same);
+    earlier = __reduce_add_sync(0xFFFFFFFFu, earlier);
+    if (lane == 0 && larger < rank && rank <= larger + same && earlier == 0) {  // exactly one thread
       s.box[4] = mine;
       s.box[5] = larger;
       s.box[6] = same;
@@ -347,10 +407,10 @@ __device__ Verdict kth(Scratch& s, Each&& each, uint32_t rank) {
 // ---------------------------------------------------------------------------------------------------------------
 // Path 1: the whole row in registers.
 
-template <class T, int kThreads>
-__global__ void __launch_bounds__(kThreads) resident_rows(const Arguments a) {
+template <class T, int kThreads, int kKeys>
+__global__ void __launch_bounds__(kThreads, kThreads < 1024 ? 3 : 1) resident_rows(const Arguments a) {
   constexpr int kPer = Format<T>::kPerVector;
-  constexpr int kVectors = kResidentKeys / kPer;
+  constexpr int kVectors = kKeys / kPer;
   constexpr int kWarps = kThreads / 32;
   constexpr int kTotals = kVectors * kWarps;
   __shared__ Scratch s;
@@ -361,9 +421,9 @@ __global__ void __launch_bounds__(kThreads) resident_rows(const Arguments a) {
     emit_all<kThreads>(a, row.number, row.length);
     return;
   }
-  uint32_t keys[kResidentKeys];
+  uint32_t keys[kKeys];
 #pragma unroll
-  for (int i = 0; i < kResidentKeys; ++i) keys[i] = 0;
+  for (int i = 0; i < kKeys; ++i) keys[i] = 0;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int v = j * kThreads + threadIdx.x;
@@ -380,11 +440,11 @@ __global__ void __launch_bounds__(kThreads) resident_rows(const Arguments a) {
       }
     }
   }
-  const Verdict verdict = kth<kThreads>(
+  const Verdict verdict = kth<T, kThreads, true>(
       s,
       [&](auto&& use) {
 #pragma unroll
-        for (int i = 0; i < kResidentKeys; ++i) use(keys[i]);
+        for (int i = 0; i < kKeys; ++i) use(keys[i]);
       },
       a.k);
   const uint32_t wanted = a.k - verdict.above;  // of the elements equal to the k-th, the first ones
@@ -435,18 +495,17 @@ __global__ void __launch_bounds__(kThreads) resident_rows(const Arguments a) {
 // ---------------------------------------------------------------------------------------------------------------
 // Paths 2 and 3: a pivot from a sample, one pass that keeps what lies above it, an exact choice among those.
 
-struct List {
-  uint32_t key[kSurvivors];
-  int column[kSurvivors];
-};
-
 struct Stream {
-  List list;
+  uint2 list[kSurvivors];  // the score's bits as float32, its column
   Scratch s;
-  uint32_t kept;      // elements above the pivot, also those that did not fit
-  uint32_t on_pivot;  // elements equal to it
+  uint32_t kept;  // elements above the pivot, also those that did not fit
   uint32_t winners;
 };
+
+template <class T>
+__device__ __forceinline__ uint32_t key_of(const uint2& entry) {
+  return Format<T>::key(__uint_as_float(entry.x));
+}
 
 __device__ __forceinline__ uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -460,29 +519,30 @@ __device__ uint32_t propose(const Arguments& a, const Row<T>& row, Stream& m) {
   const int length = row.length;
   const int samples = min(length, length >= (1 << 19) ? 8192 : length >= (1 << 18) ? 4096 : 2048);
   const uint32_t step = static_cast<uint32_t>(length / samples);
+  uint32_t* keys = reinterpret_cast<uint32_t*>(m.list);
   for (int i = threadIdx.x; i < samples; i += kThreads) {
     const uint32_t column = static_cast<uint32_t>(i) * step + __umulhi(mix(i), step);
-    m.list.key[i] = Format<T>::key(Format<T>::widen(__ldg(row.first + column)));
+    keys[i] = Format<T>::key(Format<T>::widen(__ldg(row.first + column)));
   }
   const float expected = static_cast<float>(samples) * a.k / length;
   int rank = static_cast<int>(expected + 4.0f * sqrtf(expected)) + 2;
   if (a.sample_rank) rank = a.sample_rank;
   rank = min(rank, samples);
-  const Verdict verdict = kth<kThreads>(
+  const Verdict verdict = kth<T, kThreads, false>(
       m.s,
       [&](auto&& use) {
-        for (int i = threadIdx.x; i < samples; i += kThreads) use(m.list.key[i]);
+        for (int i = threadIdx.x; i < samples; i += kThreads) use(keys[i]);
       },
-      rank);
-  return verdict.key;
+      rank, rank + rank / 4 + 4);
+  // A key that no score has (between the zeros) has no value that compares alike: the next lower one lets the same pass.
+  return verdict.key == Format<T>::kMinusZero ? verdict.key - 1 : verdict.key;
 }
 
-// Above and equal by the value of an ordinary score: NaN fails both, zeros of both signs are one.
+// Above by the value of an ordinary score: NaN fails both, zeros of both signs are one.
 template <class T>
 struct ByValue {
   float pivot;
   __device__ __forceinline__ bool above(float x) const { return x > pivot; }
-  __device__ __forceinline__ bool equal(float x) const { return x == pivot; }
 };
 
 // The same by key, for pivots that are no ordinary score.
@@ -490,10 +550,9 @@ template <class T>
 struct ByKey {
   uint32_t pivot;
   __device__ __forceinline__ bool above(float x) const { return Format<T>::key(x) > pivot; }
-  __device__ __forceinline__ bool equal(float x) const { return Format<T>::key(x) == pivot; }
 };
 
-// Lists the elements of vectors [from, to) above the pivot, in any order, and counts those equal to it.
+// Lists the elements of vectors [from, to) above the pivot, in any order.
 // Begins and ends with a barrier. Stops early once the list has overflowed: the caller looks at `kept` first.
 template <class T, int kThreads, class Order>
 __device__ void keep(const Row<T>& row, int from, int to, const Order& order, Stream& m) {
@@ -501,9 +560,8 @@ __device__ void keep(const Row<T>& row, int from, int to, const Order& order, St
   constexpr int kAhead = 16 / kPer;  // vectors in flight for each thread: 16 elements
   const int lane = threadIdx.x & 31;
   __syncthreads();
-  if (threadIdx.x == 0) m.kept = m.on_pivot = 0;
+  if (threadIdx.x == 0) m.kept = 0;
   __syncthreads();
-  uint32_t equal = 0;
   // The first and the last vector can stick out of the window: one thread takes their elements one by one.
   const bool ragged_first = from == 0 && row.lead != 0;
   const bool ragged_last = to == row.vectors() && (row.lead + row.length) % kPer != 0;
@@ -523,9 +581,7 @@ __device__ void keep(const Row<T>& row, int from, int to, const Order& order, St
     for (int u = 0; u < kAhead; ++u) {
 #pragma unroll
       for (int c = 0; c < kPer; ++c) {
-        const float x = Format<T>::part(raw[u], c);
-        if (there[u] && order.above(x)) hits |= 1u << (u * kPer + c);
-        equal += there[u] && order.equal(x);
+        if (there[u] && order.above(Format<T>::part(raw[u], c))) hits |= 1u << (u * kPer + c);
       }
     }
     const uint32_t mine = __popc(hits);
@@ -544,8 +600,7 @@ __device__ void keep(const Row<T>& row, int from, int to, const Order& order, St
         if (hits >> (u * kPer + c) & 1u) {
           if (place < kSurvivors) {
             const int v = base + u * kThreads + static_cast<int>(threadIdx.x);
-            m.list.key[place] = Format<T>::key(Format<T>::part(raw[u], c));
-            m.list.column[place] = v * kPer - row.lead + c;
+            m.list[place] = uint2{__float_as_uint(Format<T>::part(raw[u], c)), static_cast<uint32_t>(v * kPer - row.lead + c)};
           }
           ++place;
         }
@@ -553,24 +608,30 @@ __device__ void keep(const Row<T>& row, int from, int to, const Order& order, St
     }
   }
   const auto single = [&](float x, int column) {
-    equal += order.equal(x);
     if (order.above(x)) {
       const uint32_t place = atomicAdd(&m.kept, 1u);
-      if (place < kSurvivors) {
-        m.list.key[place] = Format<T>::key(x);
-        m.list.column[place] = column;
-      }
+      if (place < kSurvivors) m.list[place] = uint2{__float_as_uint(x), static_cast<uint32_t>(column)};
     }
   };
   if (threadIdx.x == 0 && from < to && ragged_first) row.visit(from, single);
   if (threadIdx.x == 32 && from < to && ragged_last && !(ragged_first && to - from == 1)) row.visit(to - 1, single);
-  equal = __reduce_add_sync(0xFFFFFFFFu, equal);
-  if (lane == 0 && equal) atomicAdd(&m.on_pivot, equal);
   __syncthreads();
 }
 
+// Asks for a part of the row before its pivot is known, so that the memory works while the sample is judged.
 template <class T, int kThreads>
-__device__ void keep_above(const Row<T>& row, int from, int to, uint32_t& pivot, Stream& m) {
+__device__ void fetch(const Row<T>& row, int from, int to) {
+  constexpr int kLine = 128 / 16;  // vectors in a line of the cache
+  constexpr int kEach = kThreads < 1024 ? 1 : 4;  // where several rows share a multiprocessor, the cache holds less each
+  const int last = min(to, from + kLine * kThreads * kEach);
+  for (int v = from + static_cast<int>(threadIdx.x) * kLine; v < last; v += kThreads * kLine) {
+    const T* at = row.first + max(v * Row<T>::kPer - row.lead, 0);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+  }
+}
+
+template <class T, int kThreads>
+__device__ void keep_above(const Row<T>& row, int from, int to, uint32_t pivot, Stream& m) {
   if (pivot >= Format<T>::kLowest && pivot <= Format<T>::kHighest)
     keep<T, kThreads>(row, from, to, ByValue<T>{Format<T>::value(pivot)}, m);
   else
@@ -607,9 +668,10 @@ __device__ uint32_t search(const Arguments& a, const Row<T>& row, Stream& m) {
   }
 }
 
-// Adds to the `already` known winners the first `wanted` elements equal to the pivot, by column. Ends with a barrier.
+// Adds to the `already` known winners the first `wanted` elements equal to the pivot, by column, as far as there are
+// that many, which it tells. Ends with a barrier.
 template <class T, int kThreads>
-__device__ void add_equal(const Row<T>& row, uint32_t pivot, uint32_t already, uint32_t wanted, Stream& m,
+__device__ bool add_equal(const Row<T>& row, uint32_t pivot, uint32_t already, uint32_t wanted, Stream& m,
                           uint32_t* winners) {
   constexpr int kPer = Format<T>::kPerVector;
   constexpr int kWarps = kThreads / 32;
@@ -647,6 +709,7 @@ __device__ void add_equal(const Row<T>& row, uint32_t pivot, uint32_t already, u
     found += total;
   }
   __syncthreads();
+  return found >= wanted;
 }
 
 // Words of the bitmap lie one further for every 32, so that threads that own neighbouring words meet no bank twice.
@@ -657,7 +720,7 @@ template <int kThreads>
 __device__ void emit_sorted(const Arguments& a, long long number, int length, Stream& m, const uint32_t* winners) {
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  uint32_t* bitmap = reinterpret_cast<uint32_t*>(&m.list);
+  uint32_t* bitmap = reinterpret_cast<uint32_t*>(m.list);
   const Map map = map_of(a, number);
   int* out = a.out + number * a.k;
   uint32_t done = 0;
@@ -691,10 +754,12 @@ __device__ void emit_sorted(const Arguments& a, long long number, int length, St
 
 // What a block of the filter leaves for its row.
 struct Head {
-  uint32_t kept, on_pivot, pivot, unused;
+  uint32_t kept, pivot;
 };
 
-__device__ __forceinline__ long long head_bytes(long long blocks) { return blocks * static_cast<long long>(sizeof(Head)); }
+__device__ __forceinline__ long long head_bytes(long long blocks) {
+  return (blocks * static_cast<long long>(sizeof(Head)) + 15) / 16 * 16;
+}
 
 template <class T, int kThreads>
 __global__ void __launch_bounds__(kThreads) filter_rows(const Arguments a, int split, int room) {
@@ -703,60 +768,67 @@ __global__ void __launch_bounds__(kThreads) filter_rows(const Arguments a, int s
   const long long number = blockIdx.x / split;
   const int part = blockIdx.x % split;
   const Row<T> row = row_of<T>(a, number);
-  if (row.length <= a.k) return;  // the finishing kernel needs nothing
-  uint32_t pivot = propose<T, kThreads>(a, row, m);
+  asm volatile("griddepcontrol.launch_dependents;");  // the finishing kernel may be set up; it waits for all of this one
+  if (row.length <= a.k) return;                       // and needs nothing here
   const int vectors = row.vectors();
   const int share = (vectors + split - 1) / split;
   const int from = min(part * share, vectors), to = min(from + share, vectors);
+  fetch<T, kThreads>(row, from, to);
+  const uint32_t pivot = propose<T, kThreads>(a, row, m);
   keep_above<T, kThreads>(row, from, to, pivot, m);
   const long long block = blockIdx.x;
   Head* heads = static_cast<Head*>(a.workspace);
   uint2* pairs = reinterpret_cast<uint2*>(static_cast<char*>(a.workspace) + head_bytes(static_cast<long long>(gridDim.x)));
   const uint32_t kept = m.kept;
-  if (threadIdx.x == 0) heads[block] = Head{kept, m.on_pivot, pivot, 0};
+  if (threadIdx.x == 0) heads[block] = Head{kept, pivot};
   if (kept > static_cast<uint32_t>(room)) return;  // the finishing kernel sees an impossible count
   for (uint32_t i = threadIdx.x; i < kept; i += kThreads)
-    pairs[block * room + i] = uint2{m.list.key[i], static_cast<uint32_t>(m.list.column[i])};
+    pairs[block * room + i] = m.list[i];
 }
 
-// Collects what the filter's blocks left. Gives false when there is too much of it.
+// Collects what the filter's blocks left; m.kept tells when there is too much of it.
 template <int kThreads>
-__device__ bool gather(const Arguments& a, long long number, int split, int room, Stream& m, uint32_t& pivot) {
+__device__ void gather(const Arguments& a, long long number, int split, int room, Stream& m, uint32_t& pivot) {
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Head* heads = static_cast<const Head*>(a.workspace) + number * split;
   const uint2* pairs = reinterpret_cast<const uint2*>(static_cast<const char*>(a.workspace) + head_bytes(a.rows * split)) +
                        number * split * static_cast<long long>(room);
   pivot = heads[0].pivot;
-  uint32_t total = 0, on_pivot = 0;
+  constexpr int kHeads = kMaxSplit / 32;  // for each lane
+  uint32_t total = 0, mine[kHeads], before[kHeads];
   bool fits = true;
-  for (int part = 0; part < split; ++part) {
-    const Head head = heads[part];
-    const uint32_t kept = head.kept;
-    on_pivot += head.on_pivot;
-    fits = fits && kept <= static_cast<uint32_t>(room) && total + kept <= kSurvivors;
-    if (fits && part % kWarps == warp) {
-      for (uint32_t i = lane; i < kept; i += 32) {
-        const uint2 pair = pairs[static_cast<long long>(part) * room + i];
-        m.list.key[total + i] = pair.x;
-        m.list.column[total + i] = static_cast<int>(pair.y);
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int at = i * 32 + lane;
+    mine[i] = at < split ? heads[at].kept : 0u;
+    fits = fits && mine[i] <= static_cast<uint32_t>(room);
+    if (!fits) mine[i] = 0;
+    const uint32_t inclusive = warp_inclusive(mine[i]);
+    before[i] = total + inclusive - mine[i];
+    total += __shfl_sync(0xFFFFFFFFu, inclusive, 31);
+  }
+  fits = __all_sync(0xFFFFFFFFu, fits) && total <= kSurvivors;
+  if (fits) {
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      for (int part = i * 32 + warp; part < min(split, i * 32 + 32); part += kWarps) {
+        const uint32_t kept = __shfl_sync(0xFFFFFFFFu, mine[i], part & 31);
+        const uint32_t first = __shfl_sync(0xFFFFFFFFu, before[i], part & 31);
+        for (uint32_t j = lane; j < kept; j += 32) m.list[first + j] = pairs[static_cast<long long>(part) * room + j];
       }
     }
-    total += min(kept, static_cast<uint32_t>(kSurvivors) + 1u);
   }
-  if (threadIdx.x == 0) {
-    m.kept = fits ? total : kSurvivors + 1u;
-    m.on_pivot = on_pivot;
-  }
+  if (threadIdx.x == 0) m.kept = fits ? total : kSurvivors + 1u;
   __syncthreads();
-  return fits;
 }
 
-template <class T, int kThreads, bool kSplit>
-__global__ void __launch_bounds__(kThreads) stream_rows(const Arguments a, int split, int room) {
+template <class T, int kThreads, bool kSplit, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) stream_rows(const Arguments a, int split, int room) {
   extern __shared__ __align__(16) unsigned char memory[];
   Stream& m = *reinterpret_cast<Stream*>(memory);
   const Row<T> row = row_of<T>(a, blockIdx.x);
+  if (kSplit) asm volatile("griddepcontrol.wait;" ::: "memory");  // until the filter is done and its stores are seen
   if (row.length <= a.k) {
     emit_all<kThreads>(a, row.number, row.length);
     return;
@@ -765,43 +837,46 @@ __global__ void __launch_bounds__(kThreads) stream_rows(const Arguments a, int s
   if (kSplit) {
     gather<kThreads>(a, row.number, split, room, m, pivot);
   } else {
+    fetch<T, kThreads>(row, 0, row.vectors());
     pivot = propose<T, kThreads>(a, row, m);
     keep_above<T, kThreads>(row, 0, row.vectors(), pivot, m);
   }
   const uint32_t k = a.k;
-  uint32_t kept = m.kept;
-  if (kept > kSurvivors || kept + m.on_pivot < k) {  // the sample misled: find a pivot that cannot
+  uint32_t* winners = m.s.bins;
+  bool counted = false;  // the pivot comes from counts, not from the sample
+  while (true) {
+    const uint32_t kept = m.kept;
+    if (kept >= k && kept <= kSurvivors) {
+      const auto listed = [&](auto&& use) {
+        for (uint32_t i = threadIdx.x; i < kept; i += kThreads) use(key_of<T>(m.list[i]));
+      };
+      const Verdict verdict = kth<T, kThreads, false>(m.s, listed, k);
+      const uint32_t wanted = k - verdict.above;
+      uint32_t last = 0;  // complement of the last column taken among the equal ones
+      if (wanted < verdict.equal) {
+        const auto equals = [&](auto&& use) {
+          for (uint32_t i = threadIdx.x; i < kept; i += kThreads)
+            use(key_of<T>(m.list[i]) == verdict.key ? ~m.list[i].y : 0u);
+        };
+        last = kth<T, kThreads, false>(m.s, equals, wanted).key;
+      }
+      if (threadIdx.x == 0) m.winners = 0;
+      __syncthreads();
+      for (uint32_t i = threadIdx.x; i < kept; i += kThreads) {
+        const uint32_t key = key_of<T>(m.list[i]), column = m.list[i].y;
+        if (key > verdict.key || (key == verdict.key && ~column >= last)) winners[atomicAdd(&m.winners, 1u)] = column;
+      }
+      break;
+    }
+    if (kept < k) {  // the k-th score can be the pivot itself: all that is listed, and the first ones equal to it
+      __syncthreads();
+      for (uint32_t i = threadIdx.x; i < kept; i += kThreads) winners[i] = m.list[i].y;
+      if (add_equal<T, kThreads>(row, pivot, kept, k - kept, m, winners)) break;
+    }
+    if (counted) __trap();  // counts cannot mislead
+    counted = true;         // the sample did: look for a pivot that cannot
     pivot = search<T, kThreads>(a, row, m);
     keep<T, kThreads>(row, 0, row.vectors(), ByKey<T>{pivot}, m);
-    kept = m.kept;
-  }
-  uint32_t* winners = m.s.bins;
-  if (kept >= k) {
-    const auto listed = [&](auto&& use) {
-      for (uint32_t i = threadIdx.x; i < kept; i += kThreads) use(m.list.key[i]);
-    };
-    const Verdict verdict = kth<kThreads>(m.s, listed, k);
-    const uint32_t wanted = k - verdict.above;
-    uint32_t last = 0;  // complement of the last column taken among the equal ones
-    if (wanted < verdict.equal) {
-      const auto equals = [&](auto&& use) {
-        for (uint32_t i = threadIdx.x; i < kept; i += kThreads)
-          use(m.list.key[i] == verdict.key ? ~static_cast<uint32_t>(m.list.column[i]) : 0u);
-      };
-      last = kth<kThreads>(m.s, equals, wanted).key;
-    }
-    if (threadIdx.x == 0) m.winners = 0;
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < kept; i += kThreads) {
-      const uint32_t key = m.list.key[i];
-      const uint32_t column = m.list.column[i];
-      if (key > verdict.key || (key == verdict.key && ~column >= last)) winners[atomicAdd(&m.winners, 1u)] = column;
-    }
-    __syncthreads();
-  } else {  // the k-th score is the pivot itself: all that is listed, and the first ones equal to it
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < kept; i += kThreads) winners[i] = m.list.column[i];
-    add_equal<T, kThreads>(row, pivot, kept, k - kept, m, winners);
   }
   emit_sorted<kThreads>(a, row.number, row.length, m, winners);
 }
@@ -838,17 +913,17 @@ Plan plan_of(const Arguments& a) {
     else if (a.width <= 49152 || a.rows * 2 > processors) p.path = 2;
     else p.path = 3;
   }
-  if (p.path == 1) p.threads = widest <= kNarrow * kResidentKeys ? kNarrow : kWide;
+  if (p.path == 1) p.threads = widest <= kNarrow * kResidentKeys && a.rows > processors ? kNarrow : kWide;
   if (p.path == 2) p.threads = a.rows > processors ? kNarrow : kWide;
   if (p.path == 3) {
     p.threads = kWide;
-    long long split = a.split ? a.split : (2LL * processors) / (a.rows > 0 ? a.rows : 1);
+    long long split = a.split ? a.split : processors / (a.rows > 0 ? a.rows : 1);  // one block fills a multiprocessor
     const long long useful = a.width / 4096;
     if (!a.split && split > useful) split = useful;
     p.split = at_least_one(split < kMaxSplit ? split : kMaxSplit);
     p.room = kSurvivors;
     const long long blocks = a.rows * p.split;
-    p.bytes = blocks * static_cast<long long>(sizeof(Head)) + blocks * p.room * 8LL;
+    p.bytes = (blocks * static_cast<long long>(sizeof(Head)) + 15) / 16 * 16 + blocks * p.room * 8LL;
   }
   return p;
 }
@@ -861,9 +936,9 @@ cudaError_t with_memory(Kernel kernel) {
 template <class T>
 cudaError_t prepare() {
   cudaError_t error = with_memory(filter_rows<T, kWide>);
-  if (error == cudaSuccess) error = with_memory(stream_rows<T, kWide, true>);
-  if (error == cudaSuccess) error = with_memory(stream_rows<T, kWide, false>);
-  if (error == cudaSuccess) error = with_memory(stream_rows<T, kNarrow, false>);
+  if (error == cudaSuccess) error = with_memory(stream_rows<T, kWide, true, 1>);
+  if (error == cudaSuccess) error = with_memory(stream_rows<T, kWide, false, 1>);
+  if (error == cudaSuccess) error = with_memory(stream_rows<T, kNarrow, false, 3>);
   return error;
 }
 
@@ -871,16 +946,27 @@ template <class T>
 cudaError_t launch(const Arguments& a, const Plan& p, cudaStream_t stream) {
   const unsigned rows = static_cast<unsigned>(a.rows);
   if (p.path == 1) {
-    if (p.threads == kNarrow) resident_rows<T, kNarrow><<<rows, kNarrow, 0, stream>>>(a);
-    else resident_rows<T, kWide><<<rows, kWide, 0, stream>>>(a);
+    if (p.threads == kNarrow) resident_rows<T, kNarrow, 16><<<rows, kNarrow, 0, stream>>>(a);
+    else if (widest_of(a) <= kWide * 8) resident_rows<T, kWide, 8><<<rows, kWide, 0, stream>>>(a);
+    else resident_rows<T, kWide, 16><<<rows, kWide, 0, stream>>>(a);
   } else if (p.path == 2) {
-    if (p.threads == kNarrow) stream_rows<T, kNarrow, false><<<rows, kNarrow, sizeof(Stream), stream>>>(a, 1, 0);
-    else stream_rows<T, kWide, false><<<rows, kWide, sizeof(Stream), stream>>>(a, 1, 0);
+    if (p.threads == kNarrow) stream_rows<T, kNarrow, false, 3><<<rows, kNarrow, sizeof(Stream), stream>>>(a, 1, 0);
+    else stream_rows<T, kWide, false, 1><<<rows, kWide, sizeof(Stream), stream>>>(a, 1, 0);
   } else {
     filter_rows<T, kWide><<<rows * p.split, kWide, sizeof(Stream), stream>>>(a, p.split, p.room);
     const cudaError_t error = cudaPeekAtLastError();
     if (error != cudaSuccess) return error;
-    stream_rows<T, kWide, true><<<rows, kWide, sizeof(Stream), stream>>>(a, p.split, p.room);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(rows);
+    config.blockDim = dim3(kWide);
+    config.dynamicSmemBytes = sizeof(Stream);
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, stream_rows<T, kWide, true, 1>, a, p.split, p.room);
   }
   return cudaPeekAtLastError();
 }
