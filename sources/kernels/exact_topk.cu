@@ -68,6 +68,7 @@ constexpr int kMaxSplit = 64;
 constexpr int kResidentKeys = 16;  // keys that a thread holds in registers
 
 static_assert(kWindowWords + kWindowWords / 32 <= 2 * kSurvivors, "the bitmap must fit into the survivor list");
+static_assert(kFew < 1024, "three counts of survivors share a word");
 static_assert(kMaxK <= kBins, "winners are kept where the bins were");
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -286,7 +287,8 @@ struct Even {
   }
   __device__ __forceinline__ bool usable() const { return scale > 0; }
   __device__ __forceinline__ int bin(uint32_t key) const {
-    return min(static_cast<int>((Format<T>::value(key) - low) * scale), kBins - 1);
+    // Adding 2^23 rounds to an integer that stands in the low bits; the difference is never negative nor above 2047.
+    return __float_as_uint(__fmaf_rn(Format<T>::value(key) - low, scale, 8388608.0f)) & (2 * kBins - 1);
   }
 };
 
@@ -381,16 +383,13 @@ compare:
   __syncthreads();
   for (uint32_t i = warp; i < count; i += kWarps) {  // a warp compares one with all
     const uint32_t mine = s.few[i];
-    uint32_t larger = 0, same = 0, earlier = 0;
+    uint32_t sum = 0;  // three counts of at most kFew share a word
     for (uint32_t j = lane; j < count; j += 32) {
       const uint32_t other = s.few[j];
-      larger += other > mine;
-      same += other == mine;
-      earlier += other == mine && j < i;
+      sum += (other > mine ? 1u : 0u) + (other == mine ? (j < i ? 0x100400u : 0x400u) : 0u);
     }
-    larger = __reduce_add_sync(0xFFFFFFFFu, larger);
-    same = __reduce_add_sync(0xFFFFFFFFu, same);
-    earlier = __reduce_add_sync(0xFFFFFFFFu, earlier);
+    sum = __reduce_add_sync(0xFFFFFFFFu, sum);
+    const uint32_t larger = sum & 0x3FFu, same = sum >> 10 & 0x3FFu, earlier = sum >> 20;
     if (lane == 0 && larger < rank && rank <= larger + same && earlier == 0) {  // exactly one thread
       s.box[4] = mine;
       s.box[5] = larger;
@@ -412,9 +411,12 @@ __global__ void __launch_bounds__(kThreads, kThreads < 1024 ? 3 : 1) resident_ro
   constexpr int kPer = Format<T>::kPerVector;
   constexpr int kVectors = kKeys / kPer;
   constexpr int kWarps = kThreads / 32;
-  constexpr int kTotals = kVectors * kWarps;
+  constexpr int kField = 32 / kVectors;  // bits of a count in a word that holds one for each vector of a thread
+  constexpr uint32_t kFieldMask = 0xFFFFFFFFu >> (32 - kField);
+  constexpr uint32_t kPart = (1u << kPer) - 1u;
+  static_assert(kKeys <= 32 && 32 * kPer <= kFieldMask, "the counts must fit");
   __shared__ Scratch s;
-  __shared__ uint32_t totals[kTotals];
+  __shared__ uint32_t totals[2][kWarps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Row<T> row = row_of<T>(a, blockIdx.x);
   if (row.length <= a.k) {
@@ -426,7 +428,7 @@ __global__ void __launch_bounds__(kThreads, kThreads < 1024 ? 3 : 1) resident_ro
   for (int i = 0; i < kKeys; ++i) keys[i] = 0;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    const int v = j * kThreads + threadIdx.x;
+    const int v = (warp * kVectors + j) * 32 + lane;  // a warp's part of the row is contiguous
     const int column = v * kPer - row.lead;
     if (column >= 0 && column + kPer <= row.length) {
       const uint4 raw = __ldg(reinterpret_cast<const uint4*>(row.first + column));
@@ -449,47 +451,62 @@ __global__ void __launch_bounds__(kThreads, kThreads < 1024 ? 3 : 1) resident_ro
       a.k);
   const uint32_t wanted = a.k - verdict.above;  // of the elements equal to the k-th, the first ones
 
-  // Columns ascend by vector, warp, lane, part. Two counts share a word: above in the low half, equal in the high.
-  uint32_t before[kVectors];
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
+  // For each vector of this thread: how many marked elements of the row stand before it. Columns ascend by warp,
+  // vector, lane, part.
+  const auto ranks = [&](uint32_t marks, uint32_t* total, uint32_t* before) {
     uint32_t mine = 0;
 #pragma unroll
-    for (int c = 0; c < kPer; ++c) {
-      const uint32_t key = keys[j * kPer + c];
-      mine += (key > verdict.key ? 1u : 0u) + (key == verdict.key ? 0x10000u : 0u);
-    }
+    for (int j = 0; j < kVectors; ++j) mine |= __popc(marks >> (j * kPer) & kPart) << (j * kField & 31);
     const uint32_t inclusive = warp_inclusive(mine);
-    before[j] = inclusive - mine;
-    if (lane == 31) totals[j * kWarps + warp] = inclusive;
+    const uint32_t all = __shfl_sync(0xFFFFFFFFu, inclusive, 31);
+    uint32_t sum = 0;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      before[j] = sum + ((inclusive - mine) >> (j * kField & 31) & kFieldMask);
+      sum += all >> (j * kField & 31) & kFieldMask;
+    }
+    if (lane == 0) total[warp] = sum;
+    __syncthreads();
+    const uint32_t sums = warp_inclusive(lane < kWarps ? total[lane] : 0u);
+    const uint32_t base = warp > 0 ? __shfl_sync(0xFFFFFFFFu, sums, warp - 1) : 0u;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) before[j] += base;
+  };
+  uint32_t taken = 0, equal = 0, before[kVectors];
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) {
+    if (keys[i] > verdict.key) taken |= 1u << i;
+    if (keys[i] == verdict.key) equal |= 1u << i;
   }
-  __syncthreads();
-  if (warp == 0) {
-    uint32_t carry = 0;
-    for (int i = lane; i < kTotals; i += 32) {
-      const uint32_t mine = totals[i];
-      const uint32_t inclusive = warp_inclusive(mine);
-      totals[i] = carry + inclusive - mine;
-      carry += __shfl_sync(0xFFFFFFFFu, inclusive, 31);
+  if (verdict.equal > wanted) {
+    ranks(equal, totals[0], before);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      uint32_t rank = before[j];
+#pragma unroll
+      for (int c = 0; c < kPer; ++c) {
+        const uint32_t mark = equal & 1u << (j * kPer + c);
+        if (mark && rank++ < wanted) taken |= mark;
+      }
+    }
+  } else {
+    taken |= equal;
+  }
+  ranks(taken, totals[1], before);
+  uint32_t* winners = s.bins;
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    uint32_t place = before[j];
+    const int column = ((warp * kVectors + j) * 32 + lane) * kPer - row.lead;
+#pragma unroll
+    for (int c = 0; c < kPer; ++c) {
+      if (taken >> (j * kPer + c) & 1u) winners[place++] = column + c;
     }
   }
   __syncthreads();
   const Map map = map_of(a, row.number);
   int* out = a.out + row.number * a.k;
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    const uint32_t base = totals[j * kWarps + warp] + before[j];
-    uint32_t above = base & 0xFFFFu, equal = base >> 16;
-#pragma unroll
-    for (int c = 0; c < kPer; ++c) {
-      const uint32_t key = keys[j * kPer + c];
-      const bool is_above = key > verdict.key, is_equal = key == verdict.key;
-      if (is_above || (is_equal && equal < wanted))
-        out[above + min(equal, wanted)] = map((j * kThreads + static_cast<int>(threadIdx.x)) * kPer - row.lead + c);
-      above += is_above;
-      equal += is_equal;
-    }
-  }
+  for (int i = threadIdx.x; i < a.k; i += kThreads) out[i] = map(static_cast<int>(winners[i]));
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -517,7 +534,8 @@ __device__ __forceinline__ uint32_t mix(uint32_t x) {
 template <class T, int kThreads>
 __device__ uint32_t propose(const Arguments& a, const Row<T>& row, Stream& m) {
   const int length = row.length;
-  const int samples = min(length, length >= (1 << 19) ? 8192 : length >= (1 << 18) ? 4096 : 2048);
+  const int samples =
+      min(length, length >= (1 << 19) ? 8192 : length >= (1 << 18) ? 4096 : length > (1 << 17) ? 2048 : 1024);
   const uint32_t step = static_cast<uint32_t>(length / samples);
   uint32_t* keys = reinterpret_cast<uint32_t*>(m.list);
   for (int i = threadIdx.x; i < samples; i += kThreads) {
@@ -534,7 +552,8 @@ __device__ uint32_t propose(const Arguments& a, const Row<T>& row, Stream& m) {
         for (int i = threadIdx.x; i < samples; i += kThreads) use(keys[i]);
       },
       rank, rank + rank / 4 + 4);
-  // A key that no score has (between the zeros) has no value that compares alike: the next lower one lets the same pass.
+  // The key between the zeros belongs to no score and has no value that compares alike; the next lower one lets the
+  // same scores pass.
   return verdict.key == Format<T>::kMinusZero ? verdict.key - 1 : verdict.key;
 }
 
@@ -569,42 +588,40 @@ __device__ void keep(const Row<T>& row, int from, int to, const Order& order, St
   const int inner_to = to - (ragged_last ? 1 : 0);
   for (int base = inner_from; base < inner_to; base += kThreads * kAhead) {
     uint4 raw[kAhead];
-    bool there[kAhead];
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
-      const int v = base + u * kThreads + static_cast<int>(threadIdx.x);
-      there[u] = v < inner_to;
-      raw[u] = there[u] ? __ldg(reinterpret_cast<const uint4*>(row.first + (v * kPer - row.lead))) : uint4{0, 0, 0, 0};
+      const int v = min(base + u * kThreads + static_cast<int>(threadIdx.x), inner_to - 1);
+      raw[u] = __ldg(reinterpret_cast<const uint4*>(row.first + (v * kPer - row.lead)));
     }
     uint32_t hits = 0;
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
 #pragma unroll
       for (int c = 0; c < kPer; ++c) {
-        if (there[u] && order.above(Format<T>::part(raw[u], c))) hits |= 1u << (u * kPer + c);
+        if (order.above(Format<T>::part(raw[u], c))) hits |= 1u << (u * kPer + c);
       }
     }
+    if (base + kThreads * kAhead > inner_to) {  // the last round: what was read twice does not count twice
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        const bool there = base + u * kThreads + static_cast<int>(threadIdx.x) < inner_to;
+        if (!there) hits &= ~(((1u << kPer) - 1u) << (u * kPer));
+      }
+    }
+    if (!__any_sync(0xFFFFFFFFu, hits)) continue;
     const uint32_t mine = __popc(hits);
     const uint32_t inclusive = warp_inclusive(mine);
-    const uint32_t total = __shfl_sync(0xFFFFFFFFu, inclusive, 31);
-    if (total == 0) continue;
     uint32_t place = 0;
-    if (lane == 31) place = atomicAdd(&m.kept, total);
+    if (lane == 31) place = atomicAdd(&m.kept, inclusive);
     place = __shfl_sync(0xFFFFFFFFu, place, 31);
     if (place > kSurvivors) break;
     place += inclusive - mine;
-#pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-#pragma unroll
-      for (int c = 0; c < kPer; ++c) {
-        if (hits >> (u * kPer + c) & 1u) {
-          if (place < kSurvivors) {
-            const int v = base + u * kThreads + static_cast<int>(threadIdx.x);
-            m.list[place] = uint2{__float_as_uint(Format<T>::part(raw[u], c)), static_cast<uint32_t>(v * kPer - row.lead + c)};
-          }
-          ++place;
-        }
-      }
+    for (uint32_t rest = hits; rest && place < kSurvivors; rest &= rest - 1, ++place) {
+      // Few elements come here: reading them again is cheaper than finding them among the registers.
+      const int at = __ffs(rest) - 1;
+      const int column = (base + at / kPer * kThreads + static_cast<int>(threadIdx.x)) * kPer - row.lead + at % kPer;
+      const float x = Format<T>::widen(__ldg(row.first + column));
+      m.list[place] = uint2{__float_as_uint(x), static_cast<uint32_t>(column)};
     }
   }
   const auto single = [&](float x, int column) {
@@ -622,8 +639,7 @@ __device__ void keep(const Row<T>& row, int from, int to, const Order& order, St
 template <class T, int kThreads>
 __device__ void fetch(const Row<T>& row, int from, int to) {
   constexpr int kLine = 128 / 16;  // vectors in a line of the cache
-  constexpr int kEach = kThreads < 1024 ? 1 : 4;  // where several rows share a multiprocessor, the cache holds less each
-  const int last = min(to, from + kLine * kThreads * kEach);
+  const int last = min(to, from + kLine * kThreads * 4);
   for (int v = from + static_cast<int>(threadIdx.x) * kLine; v < last; v += kThreads * kLine) {
     const T* at = row.first + max(v * Row<T>::kPer - row.lead, 0);
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
@@ -768,7 +784,7 @@ __global__ void __launch_bounds__(kThreads) filter_rows(const Arguments a, int s
   const long long number = blockIdx.x / split;
   const int part = blockIdx.x % split;
   const Row<T> row = row_of<T>(a, number);
-  asm volatile("griddepcontrol.launch_dependents;");  // the finishing kernel may be set up; it waits for all of this one
+  asm volatile("griddepcontrol.launch_dependents;");  // the finishing kernel may be set up; it waits for this one
   if (row.length <= a.k) return;                       // and needs nothing here
   const int vectors = row.vectors();
   const int share = (vectors + split - 1) / split;
@@ -778,7 +794,7 @@ __global__ void __launch_bounds__(kThreads) filter_rows(const Arguments a, int s
   keep_above<T, kThreads>(row, from, to, pivot, m);
   const long long block = blockIdx.x;
   Head* heads = static_cast<Head*>(a.workspace);
-  uint2* pairs = reinterpret_cast<uint2*>(static_cast<char*>(a.workspace) + head_bytes(static_cast<long long>(gridDim.x)));
+  uint2* pairs = reinterpret_cast<uint2*>(static_cast<char*>(a.workspace) + head_bytes(gridDim.x));
   const uint32_t kept = m.kept;
   if (threadIdx.x == 0) heads[block] = Head{kept, pivot};
   if (kept > static_cast<uint32_t>(room)) return;  // the finishing kernel sees an impossible count
@@ -792,8 +808,8 @@ __device__ void gather(const Arguments& a, long long number, int split, int room
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Head* heads = static_cast<const Head*>(a.workspace) + number * split;
-  const uint2* pairs = reinterpret_cast<const uint2*>(static_cast<const char*>(a.workspace) + head_bytes(a.rows * split)) +
-                       number * split * static_cast<long long>(room);
+  const char* behind_heads = static_cast<const char*>(a.workspace) + head_bytes(a.rows * split);
+  const uint2* pairs = reinterpret_cast<const uint2*>(behind_heads) + number * split * static_cast<long long>(room);
   pivot = heads[0].pivot;
   constexpr int kHeads = kMaxSplit / 32;  // for each lane
   uint32_t total = 0, mine[kHeads], before[kHeads];
@@ -837,7 +853,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) stream_rows(const Arguments
   if (kSplit) {
     gather<kThreads>(a, row.number, split, room, m, pivot);
   } else {
-    fetch<T, kThreads>(row, 0, row.vectors());
+    if (kBlocks == 1) fetch<T, kThreads>(row, 0, row.vectors());
     pivot = propose<T, kThreads>(a, row, m);
     keep_above<T, kThreads>(row, 0, row.vectors(), pivot, m);
   }
@@ -917,7 +933,7 @@ Plan plan_of(const Arguments& a) {
   if (p.path == 2) p.threads = a.rows > processors ? kNarrow : kWide;
   if (p.path == 3) {
     p.threads = kWide;
-    long long split = a.split ? a.split : processors / (a.rows > 0 ? a.rows : 1);  // one block fills a multiprocessor
+    long long split = a.split ? a.split : processors / (a.rows > 0 ? a.rows : 1); 
     const long long useful = a.width / 4096;
     if (!a.split && split > useful) split = useful;
     p.split = at_least_one(split < kMaxSplit ? split : kMaxSplit);

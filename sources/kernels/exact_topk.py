@@ -16,7 +16,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("exact_topk.cu")
 # The build refuses any other bytes. This module is itself pinned, so the pair can only change together.
-SOURCE_SHA256 = "e1a69eec43e6e77845fb3d623d268c10aa81c1ed14b93697e4dba9bcde14b30e"
+SOURCE_SHA256 = "3e466aea9e3bf2c1167adbe5a36742b9a0205e306d60ddf6e511804d78352fb8"
 
 LARGEST_K = 2048
 PATHS = {"auto": 0, "resident": 1, "stream": 2, "split": 3}

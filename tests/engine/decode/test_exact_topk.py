@@ -40,7 +40,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 1e-4
 # The oracle
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.one_of(st.sampled_from(SPECIAL), st.floats(width=32)), max_size=40),
     st.integers(1, 12),
@@ -218,12 +218,12 @@ def calls() -> dict[str, dict[str, Any]]:
 def test_with_the_gate_unset_or_off_every_call_takes_the_stock_route(
     stock: Tree, patched: Tree, gate: str | None, fuse: bool, v2: bool, backend: str
 ) -> None:
+    old = Funnel(stock("decode"), gate, stock=True, fuse=fuse, v2=v2)
+    new = Funnel(patched("decode"), gate, stock=False, fuse=fuse, v2=v2)
     for name, call in calls().items():
-        old = Funnel(stock("decode"), gate, stock=True, fuse=fuse, v2=v2)
-        new = Funnel(patched("decode"), gate, stock=False, fuse=fuse, v2=v2)
         assert same(old(backend, call), new(backend, call)), name
         assert new.kernels.calls == old.kernels.calls, name
-        assert "ours" not in new.kernels.calls, name
+    assert old.kernels.calls and "ours" not in new.kernels.calls
 
 
 @pytest.mark.parametrize(("fuse", "v2"), list(itertools.product([True, False], repeat=2)))
@@ -231,9 +231,10 @@ def test_with_the_gate_on_every_call_is_ours_and_means_what_the_stock_route_mean
     stock: Tree, patched: Tree, fuse: bool, v2: bool
 ) -> None:
     compared = 0
+    old = Funnel(stock("decode"), None, stock=True, fuse=fuse, v2=v2)
+    new = Funnel(patched("decode"), "1", stock=False, fuse=fuse, v2=v2)
     for name, call in calls().items():
-        old = Funnel(stock("decode"), None, stock=True, fuse=fuse, v2=v2)
-        new = Funnel(patched("decode"), "1", stock=False, fuse=fuse, v2=v2)
+        new.kernels.calls.clear()
         wanted, found = old("sgl-kernel", call), new("sgl-kernel", call)
         if isinstance(wanted, tuple):
             if "no wide table" in name and name.startswith("decode"):
