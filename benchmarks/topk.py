@@ -93,7 +93,8 @@ def timed(
     """Microseconds of one call for every repeat of every arm, the arms shuffled within each repeat."""
     found: dict[str, list[float]] = {name: [] for name in arms}
     order, shuffle = list(arms), random.Random(1)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    cuda: Any = torch.cuda  # its events are not typed
+    begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
     for _ in range(repeats):
         shuffle.shuffle(order)
         for name in order:
@@ -146,17 +147,17 @@ def measure(kernel: Any, floor: Floor, rows: int, width: int, kind: str, options
     medians = {name: round(statistics.median(values), 2) for name, values in found.items()}
     floors = [value for name, value in medians.items() if name.startswith("floor")]
     row: dict[str, Any] = {
-        "rows": rows, "width": width, "kind": kind, "us": medians["exact_topk"],
+        "name": f"{rows}x{width} {kind}", "value": medians["exact_topk"], "unit": "us",
         "min_us": round(min(found["exact_topk"]), 2), "max_us": round(max(found["exact_topk"]), 2),
         "wrong_rows": wrong, "checked_rows": min(48, rows), "buffers": buffers, "nodes": nodes,
     }  # fmt: skip
     if floors:
         row["floor_us"] = min(floors)
-        row["ratio"] = round(row["us"] / row["floor_us"], 2)
+        row["ratio"] = round(row["value"] / row["floor_us"], 2)
     row["others_us"] = {n: v for n, v in medians.items() if n != "exact_topk" and not n.startswith("floor")}
     if kind == "randn" and (rows, width) in MUST:
-        row["must_us"] = MUST[rows, width]
-        row["holds"] = row["us"] <= row["must_us"]
+        row["must"] = MUST[rows, width]
+        row["holds"] = row["value"] <= row["must"]
     return row
 
 
@@ -186,8 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
             rows_found.append(row)
             holds = {True: "holds", False: "MISSED", None: ""}[row.get("holds")]
             print(
-                f"{rows:>5}x{width:<8}{kind:<10}{row['us']:>9.2f} us  floor {row.get('floor_us', 0):>7.2f}  "
-                f"x{row.get('ratio', 0):<5} must {row.get('must_us', '-'):>5} {holds:<7} wrong {row['wrong_rows']}  "
+                f"{rows:>5}x{width:<8}{kind:<10}{row['value']:>9.2f} us  floor {row.get('floor_us', 0):>7.2f}  "
+                f"x{row.get('ratio', 0):<5} must {row.get('must', '-'):>5} {holds:<7} wrong {row['wrong_rows']}  "
                 f"{row['others_us'] or ''}",
                 flush=True,
             )
@@ -201,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
             report = {
                 "script": "benchmarks/topk.py", "card": card.name, "processors": card.multi_processor_count,
                 "torch": torch.__version__, "clocks_and_driver": clocks, "source_sha256": kernel.SOURCE_SHA256,
-                "k": K, "seed": 17, "unit": "us", "cache": "cold", "rows": rows_found,
+                "k": K, "seed": 17, "cache": "cold", "rows": rows_found,
             }  # fmt: skip
             options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if any(row["wrong_rows"] for row in rows_found) else 0

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+cuda: Any = torch.cuda  # its streams are not typed
 POISON = -777
 LAUNCHES = 25
 SANITIZE = "tests.device.sanitize"
@@ -257,7 +258,7 @@ def test_a_short_table_is_never_read_beyond_its_end(kernel: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["randn", "zeros_0.99", "bf16_quantised", "all_equal"])
 def test_two_hundred_launches_beside_other_work_give_the_same_bytes(kernel: Any, kind: str) -> None:
-    noise, side = torch.randn(3000, 3000, device="cuda"), torch.cuda.Stream()
+    noise, side = torch.randn(3000, 3000, device="cuda"), cuda.Stream()
     for rows, width in ((1, 131072), (6, 81920), (200, 30000), (64, 8192)):
         scores = torch.from_numpy(make(kind, rows, width, 6)).cuda()
         lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
@@ -280,7 +281,7 @@ def test_graphs_follow_changed_lengths_and_two_run_at_once(kernel: Any) -> None:
     for rows, width in ((3, 131072), (64, 60000)):
         scores = torch.from_numpy(make("zeros_0.9", rows, width, 9)).cuda()
         lengths = torch.zeros(rows, dtype=torch.int32, device="cuda")
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream, graph = cuda.Stream(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             outs = [kernel.select(scores, lengths, 2048), kernel.select(scores, lengths, 1000)]
         graphs.append((scores, lengths, graph, outs, stream))

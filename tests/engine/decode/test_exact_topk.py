@@ -392,16 +392,15 @@ def call(patched: Tree) -> Any:
 
 
 def good() -> dict[str, Any]:
-    ints = {"dtype": torch.int32, "device": "cuda"}
     return {
         "scores": torch.empty((6, 256), device="cuda"),
-        "lengths": torch.empty(6, **ints),
+        "lengths": _ints(6),
         "k": 16,
-        "starts": torch.empty(6, **ints),
-        "table": torch.empty((3, 4), **ints),
+        "starts": _ints(6),
+        "table": _ints(3, 4),
         "page_size": 64,
-        "segments": torch.empty(4, **ints),
-        "segment_table": torch.empty(3, **ints),
+        "segments": _ints(4),
+        "segment_table": _ints(3),
     }
 
 
@@ -534,6 +533,19 @@ def test_the_arguments_are_laid_out_as_the_source_says(call: Any) -> None:
 def test_the_source_beside_the_module_is_the_one_that_the_module_names(call: Any) -> None:
     assert hashlib.sha256(call.SOURCE.read_bytes()).hexdigest() == call.SOURCE_SHA256
     assert call.SOURCE.parent == Path(call.__file__).parent
+
+
+def test_the_evidence_is_of_this_source_and_its_verdicts_follow_from_its_figures(call: Any) -> None:
+    folder = Path(__file__).parents[3] / "evidence" / "topk"
+    exact, speed, broken = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("exactness", "speed", "mutations")
+    )
+    assert exact["source_sha256"] == speed["source_sha256"] == call.SOURCE_SHA256
+    assert exact["rows"] == sum(case["rows"] for case in exact["cases"].values()) >= 10_000
+    assert exact["wrong_rows"] == exact["unequal_launches"] == 0
+    assert all(row["wrong_rows"] == 0 for row in speed["rows"])
+    assert all(row["holds"] == (row["value"] <= row["must"]) for row in speed["rows"] if "must" in row)
+    assert all(row["caught"] for row in broken["rows"])
 
 
 NVCC = """#!/bin/sh
