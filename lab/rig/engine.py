@@ -29,7 +29,7 @@ ENVIRONMENT: dict[str, str] = {
     "PYTHONUNBUFFERED": "1",
     "PATCHBUNDLE_RIG_LEASH": "1",  # every process of an engine ends with its parent
 }
-MODEL_FILES = ("deepseek_v2", "deepseek_nextn")
+MODEL_FILES = ("deepseek_v2", "deepseek_nextn", "glm4_moe", "glm4_moe_nextn")
 # Names that must not reach an engine from the caller's shell: they change what runs.
 _DROP = ("SGLANG_", "SMG_", "PYTHON", "TRITON_", "TORCH", "MC_", "PATCHBUNDLE_RIG_", "OMP_", "CUDA_")
 DSA_FLAGS = (
