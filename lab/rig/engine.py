@@ -25,6 +25,8 @@ ENVIRONMENT: dict[str, str] = {
     "TRANSFORMERS_OFFLINE": "1",  # nothing is downloaded
     "MKL_CBWR": "COMPATIBLE",  # the same sums whatever the alignment of a buffer
     "SGLANG_HOST_IP": HOST,  # where transfer and bootstrap listen; the default is the machine's own address
+    # A prefill whose cores are all at work answers late: a member that died is seen by the keeper, not by its pulse.
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1000",
     "no_proxy": HOST,
     "PYTHONUNBUFFERED": "1",
     "PATCHBUNDLE_RIG_LEASH": "1",  # every process of an engine ends with its parent
