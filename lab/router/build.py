@@ -140,7 +140,7 @@ def fetch(archive: Archive, cache: Path) -> Path:
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
         command += ["--require-hashes", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
         command += ["-r", str(pin), "-d", folder]
-        backend = dict(os.environ, PYTHONPATH=str(Path(__file__).parent / "no_build_backend"))
+        backend = dict(os.environ, PYTHONPATH=str(REPOSITORY / "tools" / "patchbundle" / "nobuild"))
         done = subprocess.run(command, env=backend, capture_output=True, text=True)
         found = Path(folder, archive.filename)
         if done.returncode or not found.exists():
