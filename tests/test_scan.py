@@ -26,7 +26,7 @@ BAD = {
     "a copy from a host": ("an account", "scp bob@" + "node17:/x ."),
     "a bucket": ("a host", "s3://" + "models-bucket/x"),
     "a home folder": ("a private path", "see /home/" + "someone/x"),
-    "root's folder": ("a private path", "cp /root/" + "x ."),
+    "root's folder": ("a private path", "cp /ro" + "ot/x ."),
     "a home folder in a URL": ("a private path", "file:/" + "//home/" + "bob/x"),
     "a service's folder": ("a private path", "/srv/" + "models"),
     "a mount": ("a private path", "/mnt/" + "models"),
