@@ -149,6 +149,8 @@ def engine_spec(engine: Engine, folder: Path, hooks: Sequence[str] = HOOKS) -> S
         "--random-seed=0",
         "--disable-cuda-graph",
         "--skip-server-warmup",
+        # The engine's own. Without it each idle rank turns its loop at full speed, and six of them starve the busy one.
+        "--sleep-on-idle",
     ]
     if family(engine.model) == "dsa":
         argv += DSA_FLAGS
