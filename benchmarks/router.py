@@ -21,8 +21,9 @@ from typing import Any
 import aiohttp
 import click
 
-from lab.router.build import SERIES_OPTION, Builder, BuildError
+from lab.router.build import BUNDLE_OPTION, Builder, BuildError
 from lab.router.harness import EVEN, ONE_SHOT, Bench, chat
+from patchbundle.errors import BundleError
 
 LOAD = {"SMG_PD_LOAD_AT_DISPATCH": "1"}
 CASES: dict[str, tuple[str, dict[str, str]]] = {
@@ -91,17 +92,17 @@ def past(bench: Bench, stream: bool) -> Ask:
 
 
 @click.command()
-@SERIES_OPTION
+@BUNDLE_OPTION
 @click.option("--rounds", type=int, default=3, show_default=True)
 @click.option("--seconds", type=float, default=3.0, show_default=True, help="Of one measurement.")
 @click.option("--profile", type=click.Choice(["dev", "release"]), default="dev", show_default=True)
 @click.option("--stream/--no-stream", default=True, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a measurement.")
-def main(series: Path, rounds: int, seconds: float, profile: str, stream: bool, as_json: bool) -> None:
+def main(root: Path, rounds: int, seconds: float, profile: str, stream: bool, as_json: bool) -> None:
     """Measure and print a row for each case, number of connections and round, with its ratio to stock in that round."""
     try:
-        builds = {variant: Builder(series, profile).build(variant) for variant in ("stock", "patched")}
-    except BuildError as error:
+        builds = {variant: Builder(root, profile).build(variant) for variant in ("stock", "patched")}
+    except (BuildError, BundleError) as error:
         raise click.ClickException(str(error)) from None
     with ExitStack() as stack:
         benches = {

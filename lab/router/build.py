@@ -13,28 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import json
 import os
 import shutil
 import subprocess
-import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
-import tomllib
+
+from patchbundle import binary, fetch, manifest, plan
+from patchbundle.bases import Archive, Base
+from patchbundle.errors import BundleError
+from patchbundle.identity import File
+from patchbundle.manifest import Bundle
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HARMONY_GIT = "https://github.com/openai/harmony"
 HARMONY_TAG = "v0.0.4"
-MARK = "patchbundle-router-series"
+LOCK_FILE = "bindings/python/Cargo.lock"
 # Raised when the recipe itself changes, so that no result of an older recipe is taken for one of this.
 RECIPE = 1
 VARIANTS = ("stock", "patched")
@@ -46,23 +48,6 @@ KEPT_RESULTS = 6
 class BuildError(Exception):
     """The build cannot be done; the text says what is missing or wrong and what to do."""
 
-
-@dataclass(frozen=True)
-class Archive:
-    """A published source archive: distribution name, version, SHA-256 of the file."""
-
-    name: str
-    version: str
-    sha256: str
-
-    @property
-    def filename(self) -> str:
-        """Name of the file as published."""
-        return f"{self.name.replace('-', '_')}-{self.version}.tar.gz"
-
-
-ROUTER = Archive("sglang-router", "0.3.2", "bdbea1d54cce879fb83d2885d01ee3c006f242d0adbbac806f2fb2b91a5fe73d")
-HARMONY = Archive("openai-harmony", "0.0.4", "5c67ac6df349236fb7b64f57c3dbb0273efcdca24314daa108f2a482c427106c")
 
 # What the build runs, and the Debian package that holds it.
 PROGRAMS = {
@@ -76,17 +61,12 @@ PROGRAMS = {
 }
 
 
-def cache_folder() -> Path:
-    """Folder for everything that outlives a clone: $PATCHBUNDLE_CACHE, else patchbundle/ in the user's cache folder."""
-    if named := os.environ.get("PATCHBUNDLE_CACHE"):
-        return Path(named).resolve()
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home).resolve() / "patchbundle"
-
-
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock file ``path``; says so once when another process holds it."""
+def locked(path: Path) -> Iterator[int]:
+    """Hold the exclusive lock file ``path``; says so once when another process holds it. Yields its descriptor.
+
+    A child that is given the descriptor holds the lock too: a compiler that outlives a killed build is waited for.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
         try:
@@ -94,7 +74,7 @@ def locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             click.echo(f"another build holds {path}; waiting for it", err=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield handle.fileno()
 
 
 def file_digest(path: Path) -> str:
@@ -122,111 +102,33 @@ def toolchain() -> str:
     return subprocess.run(["rustc", "-vV"], check=True, capture_output=True, text=True).stdout
 
 
-def fetch(archive: Archive, cache: Path) -> Path:
-    """Return the archive's file in the cache, fetched by hash with pip when it is not there yet.
+def unpacked(base: Base, archive: Archive) -> dict[str, bytes]:
+    """Every file of a pinned source archive by its path, fetched into the cache if it is not there.
 
     Raises:
-        BuildError: pip could not fetch it, or the file does not have the pinned digest.
+        BundleError: the archive is not to be had, or is not the pinned one.
     """
-    place = cache / "archives" / archive.sha256 / archive.filename
-    if place.exists():
-        if file_digest(place) == archive.sha256:
-            return place
-        raise BuildError(f"{place} does not have SHA-256 {archive.sha256}; remove it and run this again")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        pin = Path(folder, "pin.txt")
-        pin.write_text(f"{archive.name}=={archive.version} --hash=sha256:{archive.sha256}\n")
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-        command += ["--require-hashes", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-        command += ["-r", str(pin), "-d", folder]
-        backend = dict(os.environ, PYTHONPATH=str(REPOSITORY / "tools" / "patchbundle" / "nobuild"))
-        done = subprocess.run(command, env=backend, capture_output=True, text=True)
-        found = Path(folder, archive.filename)
-        if done.returncode or not found.exists():
-            raise BuildError(f"pip could not fetch {archive.filename}:\n{(done.stdout + done.stderr).strip()[-1500:]}")
-        if file_digest(found) != archive.sha256:
-            raise BuildError(f"{archive.filename} came with another digest than {archive.sha256}")
-        found.replace(place)
-    return place
+    name, _, version = archive.filename.removesuffix(".tar.gz").rpartition("-")
+    place = fetch.fetch(replace(base, distribution=name, version=version), archive)
+    return {path: file.data for path, file in fetch.members(place)}
 
 
-def members(path: Path) -> dict[str, bytes]:
-    """Every file of a source archive by its name without the leading folder."""
-    files = {}
-    with tarfile.open(path, "r:gz") as archive:
-        for entry in archive:
-            if not entry.isfile():
-                continue
-            handle = archive.extractfile(entry)
-            assert handle is not None
-            files[entry.name.split("/", 1)[1]] = handle.read()
-    return files
-
-
-@dataclass(frozen=True)
-class Series:
-    """The router's patches in order, each with its diff and the sources that it installs.
-
-    ``patches``: (id, path of the diff); ``sources``: (path of the source, path in the crate); ``digest``: SHA-256 over
-    ids, diffs and sources, in hexadecimal.
-    """
-
-    patches: tuple[tuple[str, Path], ...]
-    sources: tuple[tuple[Path, str], ...]
-    digest: str
-
-    @property
-    def mark(self) -> str:
-        """The line that a patched build carries in its binary."""
-        return f"[{MARK} sha256={self.digest} level={len(self.patches)}]"
-
-
-def read_series(series: Path, upto: str | None = None) -> Series:
-    """Read the router's part of ``series``, up to and including the patch ``upto``.
+def patched_files(bundle: Bundle, base: Base, files: dict[str, bytes], level: int) -> dict[str, bytes]:
+    """All files of the tree at ``level``, from those of the base: the plan that ``apply`` would carry out.
 
     Raises:
-        BuildError: ``upto`` is no patch of the router, or there is none at all.
+        BundleError: the base's files, or those of any level between, are not as pinned.
     """
-    folder, patches, sources = REPOSITORY / "patches", [], []
-    digest = hashlib.sha256()
-    for entry in tomllib.loads(series.read_text(encoding="utf-8")).get("patch", []):
-        if entry["role"] != "router":
-            continue
-        diff = folder / entry["file"]
-        patches.append((entry["id"], diff))
-        digest.update(json.dumps([entry["id"], file_digest(diff)]).encode())
-        for name in entry.get("sources", []):
-            source = REPOSITORY / "sources" / name
-            sources.append((source, "src/routers/http/research/" + Path(name).name))
-            digest.update(json.dumps([name, file_digest(source)]).encode())
-        if entry["id"] == upto:
-            break
-    if not patches or (upto is not None and patches[-1][0] != upto):
-        raise BuildError(f"{series} has no router patch {upto or 'at all'}")
-    return Series(tuple(patches), tuple(sources), digest.hexdigest())
-
-
-def patched_files(base: dict[str, bytes], series: Series) -> dict[str, bytes]:
-    """Apply ``series`` to the files of the base and return all files of the patched tree.
-
-    Raises:
-        BuildError: a diff does not apply.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        write_tree(Path(folder), base)
-        # Inside somebody's repository git would skip paths that it thinks are outside of it.
-        alone = dict(os.environ, GIT_CEILING_DIRECTORIES=str(Path(folder).parent), GIT_CONFIG_GLOBAL=os.devnull)
-        for name, diff in series.patches:
-            command = ["git", "apply", "-p1", "--whitespace=nowarn", str(diff)]
-            done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True)
-            if done.returncode:
-                raise BuildError(f"{name} does not apply to the pinned router:\n{done.stderr.strip()}")
-        for source, path in series.sources:
-            target = Path(folder, path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(source.read_bytes())
-        return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    pins = bundle.pins(base)
+    touched = {path: File(files[path], pins.at(0)[path].mode) if path in files else None for path in pins.paths}
+    changed = dict(files)
+    for operation in plan.plan(bundle, base, touched, 0, level).operations:
+        if operation.data is None:
+            del changed[operation.path]
+        elif operation.path != base.receipt:
+            # The receipt names the whole bundle; what is compiled does not change with another role's patches.
+            changed[operation.path] = operation.data
+    return changed
 
 
 def write_tree(root: Path, files: dict[str, bytes]) -> int:
@@ -280,22 +182,33 @@ class Result:
 class Builder:
     """One toolchain, one profile: the folder in which trees, target and results of all bundles of that kind lie."""
 
-    def __init__(self, series: Path, profile: str = "dev", upto: str | None = None, incremental: bool = False) -> None:
-        self.cache, self.incremental = cache_folder(), incremental
-        self.profile = profile
-        self.series_file, self.upto = series, upto
-        kind = json.dumps([RECIPE, ROUTER.sha256, HARMONY.sha256, toolchain(), profile])
-        self.place = self.cache / "router" / hashlib.sha256(kind.encode()).hexdigest()[:16]
+    def __init__(
+        self, root: Path = REPOSITORY, profile: str = "dev", upto: str | None = None, incremental: bool = False
+    ) -> None:
+        """Read the bundle at ``root``; a patched build stops at the patch ``upto``, which is the last one by default.
 
-    @functools.cached_property
-    def series(self) -> Series:
-        """The router's patches; read when a patched build asks for it."""
-        return read_series(self.series_file, self.upto)
+        Raises:
+            BundleError: the bundle is not as locked, or has no such patch.
+            BuildError: ``upto`` leaves nothing to apply, or there is no Rust toolchain.
+        """
+        self.bundle, self.profile, self.incremental = manifest.load(root), profile, incremental
+        self.base = binary.base_of(self.bundle)
+        pins = self.bundle.pins(self.base)
+        self.level = len(pins.levels) if upto is None else pins.level_of(upto)
+        if self.level == 0:
+            raise BuildError("a patched build needs a patch; the build without one is called stock")
+        self.patches = pins.levels[: self.level]
+        archives = [archive.sha256 for archive in (self.base.archives[0], *self.base.build)]
+        kind = json.dumps([RECIPE, *archives, toolchain(), profile])
+        self.place = fetch.cache_folder().resolve() / "router" / hashlib.sha256(kind.encode()).hexdigest()[:16]
+
+    def series(self, variant: str) -> str:
+        """Digest of what ``variant`` is patched with, in hexadecimal; empty for stock."""
+        return binary.series_digest(self.bundle, self.base, self.level) if variant == "patched" else ""
 
     def result_folder(self, variant: str) -> Path:
         """Where the finished build of ``variant`` lies or will lie."""
-        digest = self.series.digest if variant == "patched" else ROUTER.sha256
-        return self.place / "results" / f"{variant}-{digest[:16]}"
+        return self.place / "results" / f"{variant}-{(self.series(variant) or self.base.archives[0].sha256)[:16]}"
 
     def find(self, variant: str) -> Result | None:
         """The finished build of ``variant``, or None."""
@@ -319,41 +232,59 @@ class Builder:
             return found
         if missing := missing_programs():
             raise BuildError(f"missing Debian packages: {' '.join(missing)}; apt-get install them, then run this again")
-        with locked(self.place / "lock"):
-            return self.find(variant) or self._build(variant)
+        with locked(self.place / "lock") as held:
+            return self.find(variant) or self._build(variant, held)
 
-    def _build(self, variant: str) -> Result:
+    def _build(self, variant: str, held: int) -> Result:
         start = time.monotonic()
         cold = not (self.place / "target").exists()
         self._require_room(COLD_BYTES if cold else WARM_BYTES)
-        files = members(fetch(ROUTER, self.cache))
-        lock = files["bindings/python/Cargo.lock"]
-        mark = ""
+        tree = self._write_tree(variant)
+        lock = (tree / LOCK_FILE).read_bytes()
+        click.echo(f"router {variant}: compiling ({'cold, about 7 minutes on 2 cores' if cold else 'warm'})", err=True)
+        text = self._cargo(variant, held, "build", "--lib")
+        if (tree / LOCK_FILE).read_bytes() != lock:
+            raise BuildError("the build changed Cargo.lock, which it must not")
+        compiled = sum(line.lstrip().startswith("Compiling ") for line in text.splitlines())
+        built = self.place / "target" / ("debug" if self.profile == "dev" else self.profile) / "libsglang_router_rs.so"
+        return self._keep(variant, tree, built, compiled, time.monotonic() - start)
+
+    def _write_tree(self, variant: str) -> Path:
+        """Lay out the crate, and what it needs beside the registry."""
+        files = unpacked(self.base, self.base.archives[0])
         if variant == "patched":
-            files, mark = patched_files(files, self.series), self.series.mark
+            files = patched_files(self.bundle, self.base, files, self.level)
         tree = self.place / "trees" / variant
         tree.mkdir(parents=True, exist_ok=True)
         self._write_sources()
         write_tree(tree, files)
-        click.echo(f"router {variant}: compiling ({'cold, about 7 minutes on 2 cores' if cold else 'warm'})", err=True)
-        command = ["cargo", "build", "--locked", "--lib", "-j", str(min(2, os.cpu_count() or 1))]
-        command += ["--profile", self.profile, "--target-dir", str(self.place / "target")]
+        return tree
+
+    def _cargo(self, variant: str, held: int, verb: str, *words: str) -> str:
+        """Run cargo in the tree of ``variant`` while it too holds the lock; returns what it said.
+
+        Raises:
+            BuildError: it failed; the end of its log is in the text.
+        """
+        command = ["cargo", verb, "--locked", "-j", str(min(2, os.cpu_count() or 1)), "--profile", self.profile]
+        command += ["--target-dir", str(self.place / "target"), *words]
         environment = cargo_environment(self.profile, self.incremental)
-        if mark:
-            environment["PATCHBUNDLE_ROUTER_SERIES"] = mark
+        if variant == "patched":
+            environment["PATCHBUNDLE_ROUTER_SERIES"] = binary.mark(self.bundle, self.base, self.level)
         log = self.place / f"{variant}.log"
         with log.open("w") as output:
             done = subprocess.run(
-                command, cwd=tree / "bindings" / "python", env=environment, stdout=output, stderr=subprocess.STDOUT
+                command,
+                cwd=self.place / "trees" / variant / "bindings" / "python",
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(held,),
             )
         text = log.read_text(errors="replace")
         if done.returncode:
             raise BuildError(f"cargo failed ({done.returncode}); the whole log is {log}\n{text[-4000:]}")
-        if (tree / "bindings/python/Cargo.lock").read_bytes() != lock:
-            raise BuildError("the build changed Cargo.lock, which it must not")
-        compiled = sum(line.lstrip().startswith("Compiling ") for line in text.splitlines())
-        built = self.place / "target" / ("debug" if self.profile == "dev" else self.profile) / "libsglang_router_rs.so"
-        return self._keep(variant, tree, built, mark, compiled, time.monotonic() - start)
+        return text
 
     def _require_room(self, wanted: int) -> None:
         self.place.mkdir(parents=True, exist_ok=True)
@@ -363,7 +294,8 @@ class Builder:
 
     def _write_sources(self) -> None:
         """Lay out openai-harmony and tell cargo, in a file outside the router's tree, to take it from there."""
-        crate = members(fetch(HARMONY, self.cache))
+        (archive,) = self.base.build
+        crate = unpacked(self.base, archive)
         write_tree(self.place / "vendor" / "openai-harmony", crate | {".cargo-checksum.json": b'{"files":{}}'})
         lines = [
             f'[source."git+{HARMONY_GIT}?tag={HARMONY_TAG}"]',
@@ -375,12 +307,14 @@ class Builder:
         ]
         write_tree(self.place / ".cargo", {"config.toml": ("\n".join(lines) + "\n").encode()})
 
-    def _keep(self, variant: str, tree: Path, built: Path, mark: str, compiled: int, seconds: float) -> Result:
+    def _keep(self, variant: str, tree: Path, built: Path, compiled: int, seconds: float) -> Result:
         """Put package, library and receipt beside the results, then rename them into place in one step."""
-        if mark and mark.encode() not in built.read_bytes():
-            raise BuildError(f"{built} does not carry the series mark {mark}")
+        if binary.read(built).series != self.series(variant):
+            raise BuildError(f"{built} does not say that it was built from the series {self.series(variant) or 'none'}")
         folder = self.result_folder(variant)
         folder.parent.mkdir(exist_ok=True)
+        for left in folder.parent.glob(".making-*"):  # by a build that was killed: nobody else holds the lock
+            shutil.rmtree(left)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as making:
             fresh = Path(making, "result")
             package = fresh / "sglang_router"
@@ -391,8 +325,8 @@ class Builder:
                 "schema": 1,
                 "variant": variant,
                 "profile": self.profile,
-                "series": mark,
-                "patches": [name for name, _ in self.series.patches] if variant == "patched" else [],
+                "series": self.series(variant),
+                "patches": list(self.patches) if variant == "patched" else [],
                 "library_sha256": file_digest(library),
                 "library_bytes": library.stat().st_size,
                 "crates_compiled": compiled,
@@ -417,34 +351,28 @@ def target_bytes(place: Path) -> int:
     return sum(path.stat().st_size for path in (place / "target").rglob("*") if path.is_file())
 
 
-def series_in(content: bytes) -> str | None:
-    """The series mark that the bytes of a binary hold, or None for a stock build."""
-    start = content.find(f"[{MARK} ".encode())
-    return None if start < 0 else content[start : content.index(b"]", start) + 1].decode("ascii")
-
-
-SERIES_OPTION = click.option(
-    "--series",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    default=REPOSITORY / "patches" / "series.toml",
-    envvar="PATCHBUNDLE_SERIES",
-    help="The series file.",
+BUNDLE_OPTION = click.option(
+    "--bundle",
+    "root",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=REPOSITORY,
+    help="The bundle to build from.  [default: this one]",
 )
 
 
 @click.command()
 @click.argument("variants", nargs=-1, type=click.Choice(VARIANTS))
-@SERIES_OPTION
+@BUNDLE_OPTION
 @click.option("--to", "upto", help="Patch only up to this id.")
 @click.option("--profile", type=click.Choice(["dev", "release"]), default="dev", show_default=True)
 @click.option("--incremental", is_flag=True, help="For work on the sources: quicker again, a larger target folder.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a variant.")
 def main(
-    variants: tuple[str, ...], series: Path, upto: str | None, profile: str, incremental: bool, as_json: bool
+    variants: tuple[str, ...], root: Path, upto: str | None, profile: str, incremental: bool, as_json: bool
 ) -> None:
     """Build the router VARIANTS (stock, patched; both by default) and print where they are."""
     try:
-        builder = Builder(series, profile, upto, incremental)
+        builder = Builder(root, profile, upto, incremental)
         for variant in variants or VARIANTS:
             known = builder.find(variant) is not None
             result = builder.build(variant)
@@ -456,7 +384,7 @@ def main(
             click.echo(f"{variant}: {made}, {row['library_bytes'] / 1e6:.0f} MB library, {result.folder}")
         if not as_json:
             click.echo(f"target folder: {target_bytes(builder.place) / 1e9:.1f} GB, {builder.place}")
-    except BuildError as error:
+    except (BuildError, BundleError) as error:
         raise click.ClickException(str(error)) from None
 
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import click
 
-from lab.router.build import SERIES_OPTION, Builder, BuildError, Result
+from lab.router.build import BUNDLE_OPTION, Builder, BuildError, Result
 from lab.router.harness import ONE_SHOT, Bench, chat
 from lab.router.servers import FAILURES
+from patchbundle.errors import BundleError
 
 ENVIRONMENT = {"SMG_PD_LOAD_AT_DISPATCH": "1", "SMG_PD_STRICT_ACK": "1", "SMG_PD_ACK_TIMEOUT_MS": "1000"}
 # A breaker that is open for a second and a few quick retries: what production has, with shorter times.
@@ -107,15 +108,15 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
 
 
 @click.command()
-@SERIES_OPTION
+@BUNDLE_OPTION
 @click.option("--seconds", type=float, default=600, show_default=True)
 @click.option("--clients", type=int, default=64, show_default=True)
 @click.option("--seed", type=int, default=1, show_default=True)
-def main(series: Path, seconds: float, clients: int, seed: int) -> None:
+def main(root: Path, seconds: float, clients: int, seed: int) -> None:
     """Soak the patched router; print a row of JSON for each half and fail on what must not be."""
     try:
-        rows = soak(Builder(series).build("patched"), seconds, clients, seed)
-    except BuildError as error:
+        rows = soak(Builder(root).build("patched"), seconds, clients, seed)
+    except (BuildError, BundleError) as error:
         raise click.ClickException(str(error)) from None
     for row in rows:
         click.echo(json.dumps(row))

@@ -1,4 +1,4 @@
-"""Pack a finished build as a wheel, and tell what a wheel or a binary was built from.
+"""Pack finished builds as wheels; ``tools/apply.py status --router`` tells what a wheel was built from.
 
 The stock build is packed in the same way: rolling a deployment back is installing the stock wheel of the same build.
 """
@@ -14,43 +14,30 @@ from pathlib import Path
 
 import click
 
-from lab.router.build import (
-    ROUTER,
-    SERIES_OPTION,
-    VARIANTS,
-    Builder,
-    BuildError,
-    Result,
-    cache_folder,
-    fetch,
-    members,
-    series_in,
-)
+from lab.router.build import BUNDLE_OPTION, VARIANTS, Builder, BuildError, Result, unpacked
+from patchbundle.errors import BundleError
 
 
-def version_of(result: Result) -> str:
-    """The version of the wheel: the pinned release with a local label, the series' digest or ``stock``."""
-    _, _, after = result.receipt["series"].partition("sha256=")
-    return f"{ROUTER.version}+patchbundle.{after[:12] or 'stock'}"
-
-
-def pack(result: Result, folder: Path) -> Path:
+def pack(builder: Builder, result: Result, folder: Path) -> Path:
     """Write the wheel of a build to ``folder`` and return it. The same build gives the same bytes.
 
+    Its version is the pinned release's with a local label: the series' digest, or ``stock``.
+
     Raises:
-        BuildError: the pinned archive is not to be had.
+        BundleError: the pinned archive is not to be had.
     """
-    version = version_of(result)
-    name = ROUTER.name.replace("-", "_")
+    base = builder.base
+    version = f"{base.version}+patchbundle.{result.receipt['series'][:12] or 'stock'}"
+    name = base.distribution.replace("-", "_")
     tag = f"cp38-abi3-linux_{platform.machine()}"
     info = f"{name}-{version}.dist-info"
-    metadata = members(fetch(ROUTER, cache_folder()))["PKG-INFO"]
+    metadata = unpacked(base, base.archives[0])["PKG-INFO"]
     files = {
         str(path.relative_to(result.folder)): path.read_bytes()
         for path in sorted((result.folder / name).rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    old, new = f"\nVersion: {ROUTER.version}\n".encode(), f"\nVersion: {version}\n".encode()
+    old, new = f"\nVersion: {base.version}\n".encode(), f"\nVersion: {version}\n".encode()
     files[f"{info}/METADATA"] = metadata.replace(old, new, 1)
     files[f"{info}/WHEEL"] = (
         f"Wheel-Version: 1.0\nGenerator: patchbundle\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
@@ -74,50 +61,17 @@ def pack(result: Result, folder: Path) -> Path:
     return wheel
 
 
-def status(path: Path) -> str | None:
-    """The series mark in a binary or in the binaries of a wheel, or None for one that was built without patches.
-
-    Raises:
-        BuildError: the file is neither, or holds two different marks.
-    """
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            contents = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
-    else:
-        contents = [path.read_bytes()]
-    if not contents or any(not content.startswith(b"\x7fELF") for content in contents):
-        raise BuildError(f"{path} is no binary and no wheel that holds one")
-    marks = {series_in(content) for content in contents}
-    if len(marks) > 1:
-        raise BuildError(f"{path} holds binaries of different builds")
-    return marks.pop()
-
-
-@click.group()
-def main() -> None:
-    """Wheels of the router."""
-
-
-@main.command("pack")
+@click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@SERIES_OPTION
+@BUNDLE_OPTION
 @click.option("--profile", type=click.Choice(["dev", "release"]), default="dev", show_default=True)
-def pack_command(folder: Path, series: Path, profile: str) -> None:
+def main(folder: Path, root: Path, profile: str) -> None:
     """Build the router, stock and patched, and write both wheels to FOLDER."""
     try:
+        builder = Builder(root, profile)
         for variant in VARIANTS:
-            click.echo(str(pack(Builder(series, profile).build(variant), folder)))
-    except BuildError as error:
-        raise click.ClickException(str(error)) from None
-
-
-@main.command("status")
-@click.argument("path", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-def status_command(path: Path) -> None:
-    """Tell what the wheel or binary PATH was built from."""
-    try:
-        click.echo(status(path) or "no series mark: a stock build")
-    except BuildError as error:
+            click.echo(str(pack(builder, builder.build(variant), folder)))
+    except (BuildError, BundleError) as error:
         raise click.ClickException(str(error)) from None
 
 

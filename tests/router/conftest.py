@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ OpenBench = Callable[..., Bench]
 @pytest.fixture(scope="session")
 def built() -> dict[str, Result]:
     """Both builds, made now when they are not there."""
-    builder = Builder(Path(os.environ.get("PATCHBUNDLE_SERIES", ROOT / "patches" / "series.toml")))
+    builder = Builder()
     return {variant: builder.build(variant) for variant in ("stock", "patched")}
 
 

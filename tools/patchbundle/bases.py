@@ -60,6 +60,7 @@ class Base:
     archives: tuple[Archive, ...]
     torch: str = ""
     members: str = ""  # file under config/ that lists the members of a source archive
+    build: tuple[Archive, ...] = ()  # source archives of others that a build of a source archive needs
 
     @property
     def home(self) -> str:
@@ -121,7 +122,7 @@ def parse(raw: bytes, where: str) -> dict[str, Base]:
 
 def _base(base_id: str, entry: object, where: str) -> Base:
     strings = {"role", "distribution", "version", "marker"}
-    check_keys(entry, strings | {"install", "archives"}, where, optional={"torch", "members", "origin"})
+    check_keys(entry, strings | {"install", "archives"}, where, optional={"torch", "members", "origin", "build"})
     assert isinstance(entry, dict)
     for key in ("torch", "members", "origin"):
         strings |= {key} & set(entry)
@@ -133,12 +134,12 @@ def _base(base_id: str, entry: object, where: str) -> Base:
     if entry["role"] not in ROLES:
         raise refuse(where, f"role: one of {', '.join(ROLES)}", repr(entry["role"]))
     names.check(entry["marker"], where)
-    archives = [
-        _archive(filename, digests, f"{where}.archives.{filename}")
-        for filename, digests in _tables(entry["archives"], f"{where}.archives").items()
-    ]
+    archives = _archives(entry["archives"], f"{where}.archives")
+    build = _archives(entry["build"], f"{where}.build") if "build" in entry else []
     if len({archive.is_wheel for archive in archives}) != 1:
         raise refuse(f"{where}.archives", "wheels, or a source archive", "both")
+    if build and any(archive.is_wheel for archive in (archives[0], *build)):
+        raise refuse(f"{where}.build", "source archives, for a base that is one", "a wheel")
     # A wheel brings its own list of files, RECORD; for a source archive we keep one.
     if archives[0].is_wheel == ("members" in entry):
         raise refuse(where, "members for a source archive, and for nothing else", repr(entry.get("members", "none")))
@@ -154,6 +155,7 @@ def _base(base_id: str, entry: object, where: str) -> Base:
         archives=tuple(archives),
         torch=entry.get("torch", ""),
         members=entry.get("members", ""),
+        build=tuple(build),
     )
     for folder in base.install.values():
         if folder != base.home and not folder.startswith(f"{base.home}/"):
@@ -170,6 +172,10 @@ def _install(table: object, where: str) -> dict[str, str]:
     # The dot stands for any file: it is the folders above it that must not be one on some file system.
     names.check_together((f"{folder}/." for folder in set(install.values())), where)
     return install
+
+
+def _archives(table: object, where: str) -> list[Archive]:
+    return [_archive(filename, digests, f"{where}.{filename}") for filename, digests in _tables(table, where).items()]
 
 
 def _archive(filename: str, digests: object, where: str) -> Archive:

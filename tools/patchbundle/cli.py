@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from patchbundle import __version__, author, fetch, manifest, output, pin, preflight, scan, transaction, work
+from patchbundle import __version__, author, binary, fetch, manifest, output, pin, preflight, scan, transaction, work
 from patchbundle import target as target_module
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
@@ -263,15 +263,35 @@ def plan_command(report: Report, bundle_path: Path, to: str | None, down: bool, 
     return Exit.DONE
 
 
+def _router_status(report: Report, bundle: Bundle, path: Path) -> Exit:
+    built = binary.read(path)
+    base = binary.base_of(bundle)
+    name, top = binary.name_of(bundle, base, built), len(bundle.pins(base).levels)
+    report.result["router"] = {"path": str(path), "series": built.series, "level": built.level, "name": name}
+    report.say(f"router:  {path}")
+    report.say(f"series:  {built.series or 'none: a stock build'}")
+    report.say(f"level:   {built.level} of {top} ({name})" if name else f"level:   {built.level}, of another bundle")
+    return Exit.DONE if name else Exit.REFUSED
+
+
 @apply_cli.command("status")
 @target_options
+@click.option(
+    "--router",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Tell what this wheel or binary of the router was built from, instead of where a tree stands.",
+)
 @verb("status")
-def status_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
+def status_command(report: Report, bundle_path: Path, router: Path | None, **options: Any) -> Exit:
     """Tell where a tree stands, file by file. Needs no lock and no write access.
 
     Exit code 0 at a known level, 1 if the tree has drifted, 4 if a run was interrupted.
     """
     bundle = manifest.load(bundle_path)
+    if router is not None:
+        if any(options.values()):
+            raise click.UsageError("--router is about a file: it goes with no option of a target")
+        return _router_status(report, bundle, router)
     target = _discover(report, bundle, options)
     status = work.status(bundle, target)
     state = status.state
@@ -486,7 +506,8 @@ def fetch_command(
 @verb("clean-cache")
 def clean_command(report: Report, bundle_path: Path) -> Exit:
     """Remove cached archives that this bundle does not name."""
-    keep = {item.sha256 for base in manifest.load_unlocked(bundle_path).bases.values() for item in base.archives}
+    bases = manifest.load_unlocked(bundle_path).bases.values()
+    keep = {item.sha256 for base in bases for item in (*base.archives, *base.build)}
     removed = fetch.clean(keep)
     report.result["removed"] = [str(path) for path in removed]
     for path in removed:

@@ -90,6 +90,7 @@ class Reason(Enum):
     PAST_RETURN = "the interrupted run can only be finished, not undone"
     STOPPED = "the file system failed while the tree was being changed"
     UNREADABLE = "a file or folder cannot be read"
+    NO_BINARY = "the file is no build of the router"
     # Bases.
     ARCHIVE = "an archive is not the pinned one"
     NOT_FETCHED = "an archive is not in the cache and could not be fetched"
@@ -131,6 +132,7 @@ _NEXT = {
     Reason.PAST_RETURN: "run: tools/apply.py recover --root DIR",
     Reason.STOPPED: "mend the cause, then run the command again",
     Reason.UNREADABLE: "run as a user who may read the tree",
+    Reason.NO_BINARY: "name the wheel, or sglang_router/sglang_router_rs.abi3.so of an installation",
     Reason.ARCHIVE: "see config/bases.toml, then run: tools/apply.py fetch-base",
     Reason.NOT_FETCHED: "run: tools/apply.py fetch-base, with a network",
 }
