@@ -9,6 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
+
+
+class Anything(ModuleType):
+    """A module from which every name can be imported; nothing of it is reached by a test."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock(name=f"{self.__name__}.{name}")
 
 
 def stub(name: str, /, **attributes: Any) -> ModuleType:

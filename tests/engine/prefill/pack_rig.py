@@ -23,7 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from tests.engine.load import load, modules, stub
+from tests.engine.load import Anything, load, modules, stub
 
 SRT = "sglang.srt"
 PD = f"{SRT}.disaggregation"
@@ -31,15 +31,6 @@ GATE = "SGLANG_RESEARCH_DCP_BOUNDED_PACK"
 PEER = "127.0.0.1:1"
 CANARY = 0xA5
 FENCE = 96
-
-
-class _Empty(ModuleType):
-    """A module from which every name can be imported; nothing of it is reached by a test."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return mock.MagicMock(name=f"{self.__name__}.{name}")
 
 
 class _Off:
@@ -89,7 +80,7 @@ def _surroundings() -> dict[str, ModuleType]:
     names = ["zmq", "requests", "aiohttp", f"{SRT}.configs.model_config", f"{SRT}.distributed.parallel_state"]
     names += [f"{SRT}.distributed", f"{SRT}.layers.dp_attention", f"{SRT}.runtime_context", f"{SRT}.server_args"]
     names += [f"{SRT}.observability.mooncake_trace", f"{PD}.mooncake.utils"]
-    known: dict[str, ModuleType] = {name: _Empty(name) for name in names}
+    known: dict[str, ModuleType] = {name: Anything(name) for name in names}
     known["prometheus_client"] = stub("prometheus_client", Counter=Metric)
     known[f"{SRT}.environ"] = stub(f"{SRT}.environ", envs=_Off())
     known[f"{SRT}.utils"] = stub(f"{SRT}.utils", is_hip=lambda: False, is_npu=lambda: False)
