@@ -55,13 +55,27 @@ class Part:
 
 @dataclass(frozen=True)
 class RouterPart:
-    """The router of a boot: the engines behind it, in order, and its flags."""
+    """The router of a boot: the engines behind it, in order, and its flags.
+
+    ``build`` is ``stock`` or ``patched`` for one built from this repository; empty for that of the command line.
+    """
 
     name: str
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    build: str = ""
+
+
+@dataclass(frozen=True)
+class RefuserPart:
+    """A stand-in front of the prefill engine ``of`` that answers every request with ``status`` after ``seconds``."""
+
+    name: str
+    of: str
+    status: int = 500
+    seconds: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ class Boot:
     model: str
     parts: tuple[Part, ...]
     routers: tuple[RouterPart, ...] = ()
+    refusers: tuple[RefuserPart, ...] = ()
 
     @property
     def processes(self) -> int:
@@ -151,7 +166,7 @@ def parse(name: str, text: str) -> Boot:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RigError("scenario", f"boot {name}: {error}") from error
-    unknown = set(data) - {"about", "model", "engine", "router"}
+    unknown = set(data) - {"about", "model", "engine", "router", "refuser"}
     if unknown:
         raise RigError("scenario", f"boot {name}: unknown keys {sorted(unknown)}")
     model = str(data.get("model", ""))
@@ -161,15 +176,25 @@ def parse(name: str, text: str) -> Boot:
             raise RigError("scenario", f"boot {name}: {engine!r} is no name")
         parts[engine] = _engine(engine, entry, parts, model, f"boot {name}, engine {engine}")
         models.get(parts[engine].model)
+    refusers = []
+    for refuser, entry in data.get("refuser", {}).items():
+        of = entry.get("of")
+        if not _NAME.fullmatch(refuser) or refuser in parts or of not in parts or parts[of].mode != "prefill":
+            raise RigError("scenario", f"boot {name}: refuser {refuser!r} of {of!r}: a new name, of a prefill engine")
+        refusers.append(RefuserPart(refuser, of, int(entry.get("status", 500)), float(entry.get("seconds", 1.0))))
+    prefills = {part.name for part in parts.values() if part.mode == "prefill"} | {one.name for one in refusers}
+    known = {"prefill": prefills, "decode": {part.name for part in parts.values() if part.mode == "decode"}}
     routers = []
     for router, entry in data.get("router", {}).items():
-        if not _NAME.fullmatch(router) or router in parts:
+        if not _NAME.fullmatch(router) or router in {*parts, *prefills}:
             raise RigError("scenario", f"boot {name}: {router!r} is no name for a router")
+        if entry.get("build", "") not in ("", "stock", "patched"):
+            raise RigError("scenario", f"boot {name}: router {router}: build is stock or patched")
         behind = {}
         for role in ("prefill", "decode"):
             behind[role] = _words(entry.get(role, []), f"boot {name}, router {router}")
             for engine in behind[role]:
-                if engine not in parts or parts[engine].mode != role:
+                if engine not in known[role]:
                     raise RigError("scenario", f"boot {name}: router {router}: {engine!r} is no {role} engine")
         routers.append(
             RouterPart(
@@ -178,11 +203,12 @@ def parse(name: str, text: str) -> Boot:
                 behind["decode"],
                 _words(entry.get("flags", []), f"boot {name}, router {router}.flags"),
                 _variables(entry.get("env", {}), f"boot {name}, router {router}.env"),
+                entry.get("build", ""),
             )
         )
     if not parts:
         raise RigError("scenario", f"boot {name} has no engine")
-    return Boot(name, str(data.get("about", "")), model, tuple(parts.values()), tuple(routers))
+    return Boot(name, str(data.get("about", "")), model, tuple(parts.values()), tuple(routers), tuple(refusers))
 
 
 def load(name: str, folder: Path = FOLDER) -> Boot:

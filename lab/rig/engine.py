@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lab.rig import cache, faults, standins
+from lab.rig import cache, faults, refuser, standins
 from lab.rig.errors import RigError
 from lab.rig.member import Spec
 from lab.rig.ports import HOST
@@ -178,14 +179,24 @@ def router_package(build: str, folder: Path, python: Path) -> Path | None:
     """The folder to put on PYTHONPATH for the router ``build``; ``None`` for the published wheel's.
 
     Args:
-        build: ``wheel``, a folder that holds a ``sglang_router`` package, or the compiled library alone, which is
-            then laid over a copy of the published package in ``folder``.
+        build: ``wheel``; ``stock`` or ``patched`` for one that is built from this repository, now if it is not in the
+            cache; a folder that holds a ``sglang_router`` package; or the compiled library alone, which is then laid
+            over a copy of the published package in ``folder``.
 
     Raises:
-        RigError: kind ``router``; there is nothing of the kind.
+        RigError: kind ``router``; there is nothing of the kind, or it cannot be built.
     """
     if build == "wheel":
         return None
+    if build in ("stock", "patched"):
+        # Only here: an engine is also started where no bundle is read.
+        from lab.router.build import Builder, BuildError
+        from patchbundle.errors import BundleError
+
+        try:
+            return Builder().build(build).folder
+        except (BuildError, BundleError) as error:
+            raise RigError("router", str(error)) from error
     path = Path(build).resolve()
     if (path / "sglang_router" / "__init__.py").is_file():
         return path
@@ -200,6 +211,13 @@ def router_package(build: str, folder: Path, python: Path) -> Path | None:
         (package / "sglang_router_rs.abi3.so").write_bytes(path.read_bytes())
         return package.parent
     raise RigError("router", f"{build} is neither 'wheel', nor a folder with sglang_router/, nor a compiled library")
+
+
+def refuser_spec(name: str, port: int, engine: Engine, status: int, seconds: float) -> Spec:
+    """The member that stands in front of ``engine`` and refuses its requests, see ``lab.rig.refuser``."""
+    argv = [sys.executable, "-m", "lab.rig.refuser", *(str(word) for word in (port, engine.port, status, seconds))]
+    env = {**clean_environment(), "PYTHONPATH": str(REPOSITORY)}
+    return Spec(name, tuple(argv), env, (refuser.READY,), "refuser", port, (engine.name,))
 
 
 def router_spec(

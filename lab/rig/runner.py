@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +156,12 @@ def start(
     """
     parts = [part for part in boot.parts if only is None or part.name in only]
     routers = [part for part in boot.routers if only is None or part.name in only]
+    refusers = [part for part in boot.refusers if only is None or part.name in only]
     deployment.need_memory(sum(part.processes for part in parts))
     roles = {part.role for part in parts} | ({"decode"} if routers else set())
     pythons = {role: environment.ensure(RELEASES[role], say) for role in sorted(roles)}
     folder = deployment.new_folder(boot.name)
-    chosen = ports.free(2 * len(parts) + 2 * len(routers))
+    chosen = ports.free(2 * len(parts) + 2 * len(routers) + len(refusers))
     for place, name in enumerate([part.name for part in parts] + [part.name for part in routers]):
         if ports_for and name in ports_for:
             ports.need_free(ports_for[name])
@@ -173,6 +174,11 @@ def start(
             made = engine.Engine(**{**vars(made), "env": {**made.env, **extra_env[part.name]}})
         engines[part.name] = made
         specs.append(engine.engine_spec(made, folder))
+    behind = dict(engines)
+    for refuser, port in zip(refusers, chosen[2 * (len(parts) + len(routers)) :], strict=True):
+        # The router sees the engine at another port.
+        behind[refuser.name] = replace(engines[refuser.of], name=refuser.name, port=port)
+        specs.append(engine.refuser_spec(refuser.name, port, engines[refuser.of], refuser.status, refuser.seconds))
     router_ports: dict[str, int] = {}
     for index, part_router in enumerate(routers):
         port, metrics = chosen[2 * (len(parts) + index)], chosen[2 * (len(parts) + index) + 1]
@@ -183,9 +189,9 @@ def start(
                 pythons["decode"],
                 port,
                 metrics,
-                [engines[name] for name in part_router.prefill],
-                [engines[name] for name in part_router.decode],
-                engine.router_package(router, folder, pythons["decode"]),
+                [behind[name] for name in part_router.prefill],
+                [behind[name] for name in part_router.decode],
+                engine.router_package(part_router.build or router, folder, pythons["decode"]),
                 part_router.flags,
                 part_router.env,
             )
@@ -205,7 +211,7 @@ def needed(boot: Boot, scenarios: Sequence[Scenario]) -> set[str]:
     for router in boot.routers:
         if router.name in names:
             names |= {*router.prefill, *router.decode}
-    return names
+    return names | {refuser.of for refuser in boot.refusers if refuser.name in names}
 
 
 def do_send(running: Running, send: Send) -> Result:

@@ -1,0 +1,76 @@
+"""Routers of a boot: which build each is, and refusers in front of its prefill engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lab.rig import boot, engine, runner, scenario
+from lab.rig.errors import RigError
+from lab.router import build
+from lab.router.build import BuildError
+
+BOOT = """
+about = "x"
+model = "mla"
+[engine.P]
+role = "prefill"
+[engine.D]
+role = "decode"
+[refuser.P-refuses]
+of = "P"
+seconds = 0.5
+[router.R]
+prefill = ["P-refuses"]
+decode = ["D"]
+build = "patched"
+"""
+SCENARIO = 'about = "x"\nboot = "b"\nhold = ["errors(one) == 1"]\n[[step]]\nsend = "one"\nto = ["R"]\n'
+
+
+def test_a_router_names_its_build_and_a_refuser_among_its_prefill_engines() -> None:
+    which = boot.parse("b", BOOT)
+    (router,), (refuser,) = which.routers, which.refusers
+    assert (router.build, router.prefill) == ("patched", ("P-refuses",))
+    assert (refuser.of, refuser.status, refuser.seconds) == ("P", 500, 0.5)
+    assert boot.parse("b", BOOT.replace('build = "patched"', "")).routers[0].build == ""
+
+
+def test_the_engine_behind_a_refuser_is_needed_too() -> None:
+    assert runner.needed(boot.parse("b", BOOT), [scenario.parse("s", SCENARIO)]) == {"P", "P-refuses", "D", "R"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('of = "P"', 'of = "D"', "of a prefill engine"),
+        ('of = "P"', "", "of a prefill engine"),
+        ("[refuser.P-refuses]", "[refuser.D]", "a new name"),
+        ("[router.R]", "[router.P-refuses]", "no name for a router"),
+        ('build = "patched"', 'build = "released"', "stock or patched"),
+        ('decode = ["D"]', 'decode = ["P-refuses"]', "no decode engine"),
+    ],
+)
+def test_a_mistake_is_refused(old: str, new: str, told: str) -> None:
+    assert old in BOOT
+    with pytest.raises(RigError, match=told):
+        boot.parse("b", BOOT.replace(old, new, 1))
+
+
+def test_a_build_of_this_repository_is_taken_from_its_builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built = SimpleNamespace(build=lambda variant: SimpleNamespace(folder=tmp_path / variant))
+    monkeypatch.setattr(build, "Builder", lambda: built)
+    assert engine.router_package("patched", tmp_path, tmp_path) == tmp_path / "patched"
+    assert engine.router_package("stock", tmp_path, tmp_path) == tmp_path / "stock"
+
+
+def test_a_build_that_fails_is_told_as_the_rig_tells_things(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise BuildError("no cargo here")
+
+    monkeypatch.setattr(build, "Builder", fail)
+    with pytest.raises(RigError, match="no cargo here") as refusal:
+        engine.router_package("patched", tmp_path, tmp_path)
+    assert refusal.value.kind == "router"
