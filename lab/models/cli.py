@@ -1,0 +1,265 @@
+"""``tools/model.py``: each command prints a table, or with ``--json`` its rows. Everything printed is a model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import click
+
+from lab.models.boundary import Layout, Shape, entry, exit_, sent
+from lab.models.capacity import Budget, Keeping, Kv, Model, Reserve, gain, owned, tokens
+from lab.models.fleet import Design, Fleet, Load, simulate
+from lab.models.transfer import Packing, Way, by_source
+
+MIB, GIB = 1 << 20, 1 << 30
+Line = Mapping[str, str | int | float]
+
+
+def show(title: str, lines: Iterable[Line], as_json: bool) -> None:
+    """Print equal-keyed lines as a table below a title that says that it is a model."""
+    listed = [dict(line) for line in lines]
+    if as_json:
+        click.echo(json.dumps({"kind": "model", "title": title, "rows": listed}, indent=1))
+        return
+
+    def text(value: str | int | float) -> str:
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    heads = list(listed[0])
+    cells = [heads, *([text(line[head]) for head in heads] for line in listed)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    click.echo(f"{title} (model)")
+    for row in cells:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Rows instead of a table.")
+
+
+class Refusing(click.Group):
+    """A formula that refuses its input is a usage error, not a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+
+
+@click.group(cls=Refusing, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """The arithmetic of the design space. Byte counts and a simulation; nothing here was measured."""
+
+
+@main.command()
+@click.option("--chunk", type=click.IntRange(1), default=16_384, show_default=True, help="Tokens.")
+@click.option("--hidden", type=click.IntRange(1), default=6_144, show_default=True)
+@click.option("--itemsize", type=click.IntRange(1), default=2, show_default=True, help="Bytes of a number.")
+@click.option("--tp", type=click.IntRange(1), default=2, show_default=True, help="Attention-TP.")
+@click.option("--cp", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--projected", type=click.IntRange(1), help="Numbers a row behind the projection of gather-fused.")
+@as_json
+def collectives(chunk: int, hidden: int, itemsize: int, tp: int, cp: int, projected: int | None, as_json: bool) -> None:
+    """The byte ledger of one layer: what each rank sends, and receives, in each layout."""
+    shape = Shape(chunk, hidden, itemsize, tp, cp)
+    lines = []
+    for layout in Layout:
+        ends = {"entry": entry(layout, shape), "exit": exit_(layout, shape, projected)}
+        for end, calls in ends.items():
+            for call in calls:
+                lines.append(
+                    {
+                        "layout": layout.value,
+                        "end": end,
+                        "call": call.name,
+                        "ranks": call.ranks,
+                        "MiB": call.sent / MIB,
+                        "S": call.sent / shape.shard,
+                    }
+                )
+        whole = sum(sent(calls) for calls in ends.values())
+        lines.append(
+            {
+                "layout": layout.value,
+                "end": "both",
+                "call": "all",
+                "ranks": shape.world,
+                "MiB": whole / MIB,
+                "S": whole / shape.shard,
+            }
+        )
+    show(f"bytes a rank sends in a layer, S = {shape.shard / MIB:.2f} MiB", lines, as_json)
+
+
+@main.command()
+@click.option("--gib", type=float, default=6.33, show_default=True, help="A rank's budget for KV.")
+@click.option("--layers", type=click.IntRange(1), default=78, show_default=True)
+@click.option("--indexed", type=click.IntRange(0), help="Layers with an index of their own. Default: all.")
+@click.option("--scratch", type=float, default=0.0, show_default=True, help="GiB of broadcast scratch (layer split).")
+@click.option("--pack", type=float, default=0.0, show_default=True, help="GiB of pack buffer.")
+@as_json
+def capacity(gib: float, layers: int, indexed: int | None, scratch: float, pack: float, as_json: bool) -> None:
+    """Distinct tokens that a group of ranks holds, by who keeps what."""
+    lines = []
+    for kv, keeping, ranks in itertools.product(Kv, Keeping, (1, 2, 4, 8)):
+        model = Model(layers, kv, indexed)
+        split = scratch if keeping is Keeping.LAYER_SPLIT else 0.0
+        reserve = Reserve(scratch=int(split * GIB), pack=int(pack * GIB))
+        lines.append(
+            {
+                "kv": kv.name.lower(),
+                "keeping": keeping.value,
+                "ranks": ranks,
+                "bytes a token": model.token,
+                "tokens": tokens(model, keeping, ranks, Budget(int(gib * GIB), reserve)),
+                "times a copy": gain(model, keeping, ranks),
+            }
+        )
+    show(f"tokens of a group whose ranks have {gib} GiB each", lines, as_json)
+
+
+@main.command()
+@click.option("--tokens", "count", type=click.IntRange(1), default=81_920, show_default=True)
+@click.option("--layers", type=click.IntRange(1), default=78, show_default=True)
+@click.option("--sources", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--row", type=click.IntRange(1), default=Kv.FP8.value, show_default=True, help="Bytes a token and layer.")
+@click.option("--buffer", type=click.IntRange(1), default=1 << 30, show_default=True, help="Pack buffer, bytes.")
+@click.option("--grid", type=click.IntRange(1), default=65_535, show_default=True, help="Rows of one gather launch.")
+@as_json
+def transfer(count: int, layers: int, sources: int, row: int, buffer: int, grid: int, as_json: bool) -> None:
+    """Bytes and slices of one request, by which source sends what."""
+    own = owned(layers, sources)
+    lines = []
+    for way in Way:
+        loads = by_source(way, own, count, row)
+        busiest = max(loads)
+        share = own[0] if way is Way.LAYER_OWNER else layers
+        packing = Packing(buffer, (row,) * share, grid)
+        lines.append(
+            {
+                "way": way.value,
+                "MiB": sum(loads) / MIB,
+                "busiest MiB": busiest / MIB,
+                "sources": sum(1 for load in loads if load),
+                "slices of the busiest": len(packing.slices(busiest // (row * share))),
+            }
+        )
+    show(f"{count} tokens to one decode worker", lines, as_json)
+
+
+def point(job: tuple[Fleet, Load, int]) -> Line:
+    """One simulation, as a line of the sweep."""
+    fleet, load, seed = job
+    outcome = simulate(fleet, load, seed)
+    return {
+        "design": fleet.design.value,
+        "pool": fleet.pool,
+        "prefixes": load.prefixes,
+        "cold": load.cold,
+        "burst": load.burst,
+        "slow": fleet.slow,
+        "hits": outcome.hit_share,
+        "p50 s": outcome.latency(0.5),
+        "p99 s": outcome.latency(0.99),
+        "busiest / mean": outcome.hot_spot,
+        "evictions": outcome.evictions,
+        "done / s": outcome.finished / outcome.ended,
+    }
+
+
+class Numbers(click.ParamType[tuple[int | float, ...]]):
+    """Numbers with commas between them."""
+
+    name = "NUMBERS"
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self.kind = kind
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int | float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(self.kind(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value} is no list of numbers with commas between them", param, ctx)
+
+
+@main.command()
+@click.option("--gib", type=float, default=6.33, show_default=True, help="Every rank's budget, the same for all.")
+@click.option("--scratch", type=float, default=0.3, show_default=True, help="GiB of a layer split's scratch.")
+@click.option("--prefixes", type=Numbers(int), default=(1, 4, 8, 16, 32), help="Independent prefixes.")
+@click.option("--cold", type=Numbers(float), default=(0.0, 0.1), help="Shares of prefixes that nobody shares.")
+@click.option("--burst", type=Numbers(int), default=(1, 4), help="Requests at once.")
+@click.option("--slow", type=Numbers(float), default=(1.0, 8.0), help="Factors on every send.")
+@click.option("--rate", type=float, default=3.4, show_default=True, help="Requests per second.")
+@click.option("--requests", type=click.IntRange(1), default=400, show_default=True)
+@click.option("--seed", type=int, default=17, show_default=True)
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the sweep here (SVG or PNG).")
+@as_json
+def sweep(
+    gib: float,
+    scratch: float,
+    prefixes: tuple[int, ...],
+    cold: tuple[float, ...],
+    burst: tuple[int, ...],
+    slow: tuple[float, ...],
+    rate: float,
+    requests: int,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate the four designs at equal memory over prefixes, cold share, bursts and slow decode."""
+    jobs = []
+    for design, prefix, share, many, factor in itertools.product(Design, prefixes, cold, burst, slow):
+        split = scratch if design is Design.LAYER_SPLIT else 0.0
+        budget = Budget(int(gib * GIB), Reserve(scratch=int(split * GIB)))
+        held = tokens(Model(), design.keeping, 4, budget)
+        load = Load(requests=requests, rate=rate, prefixes=prefix, cold=share, burst=many)
+        if load.prefix + load.fresh > held:
+            raise click.UsageError(
+                f"--gib {gib}: {design.value} holds {held} tokens, a request has {load.prefix + load.fresh}"
+            )
+        jobs.append((Fleet(design, held, slow=factor), load, seed))
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as workers:
+        done = workers.map(point, jobs, chunksize=4)
+        with click.progressbar(done, length=len(jobs), label="simulating", file=sys.stderr) as bar:
+            lines = list(bar)
+    if plot is not None:
+        draw(lines, plot)
+    show(f"{len(lines)} points, {requests} requests each, {gib} GiB a rank", lines, as_json)
+
+
+def draw(lines: list[Line], out: Path) -> None:
+    """Latency and hit share over the number of prefixes, a line for each design; means over the other axes."""
+    from statistics import mean
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, key, label in zip(
+        figure.subplots(1, 2), ("p99 s", "hits"), ("p99 of prefill and sending, s", "share of prefix hits"), strict=True
+    ):
+        for design in Design:
+            own = [line for line in lines if line["design"] == design.value]
+            places = sorted({line["prefixes"] for line in own})
+            axes.plot(
+                places,
+                [mean(float(line[key]) for line in own if line["prefixes"] == place) for place in places],
+                marker="o",
+                label=design.value,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("independent prefixes")
+        axes.set_ylabel(label)
+    figure.axes[0].legend(fontsize="small")
+    figure.suptitle("Model, not a measurement")
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)

@@ -1,0 +1,73 @@
+"""``tools/model.py``: its tables are the library's numbers, its refusals usage errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from lab.models.cli import main
+
+SMALL = ["sweep", "--prefixes=1,8", "--cold=0", "--burst=1", "--slow=1", "--requests=40"]
+
+
+def rows(*arguments: str) -> list[dict[str, Any]]:
+    done = CliRunner().invoke(main, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    made = json.loads(done.stdout)
+    assert made["kind"] == "model"
+    return list(made["rows"])
+
+
+def test_the_ledger_has_four_and_four_and_a_half_shards() -> None:
+    entry = {
+        layout: sum(row["S"] for row in rows("collectives") if row["layout"] == layout and row["end"] == "entry")
+        for layout in ("all-reduce", "input-sp")
+    }
+    assert entry == {"all-reduce": 4.0, "input-sp": 4.5}
+
+
+def test_the_pool_observed_fits_its_own_budget() -> None:
+    full = [row for row in rows("capacity", "--gib=6.33") if row["kv"] == "fp8" and row["keeping"] == "full copy"]
+    assert {row["tokens"] for row in full} == {110_464}
+
+
+def test_one_sender_needs_more_slices_than_four() -> None:
+    slices = {row["way"]: row["slices of the busiest"] for row in rows("transfer")}
+    assert slices["cp0-only"] > slices["layer-owner"] >= slices["all-cp"]
+
+
+def test_a_sweep_compares_the_four_designs_and_draws_them(tmp_path: Path) -> None:
+    plot = tmp_path / "sweep.svg"
+    lines = rows(*SMALL, f"--plot={plot}")
+    assert len(lines) == 4 * 2
+    assert len({line["design"] for line in lines}) == 4
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_the_same_seed_draws_the_same_plot(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        rows(*SMALL, f"--plot={tmp_path / name}")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sweep", "--gib=1"], "a request has 81920"),
+        (["sweep", "--prefixes=many"], "no list of numbers"),
+        (["sweep", "--cold=2"], "cold share"),
+        (["collectives", "--tp=3"], "equal parts"),
+        (["transfer", "--buffer=100"], "does not hold one row"),
+        (["capacity", "--gib=1", "--pack=2"], "are reserved of"),
+        (["nothing"], "No such command"),
+    ],
+)
+def test_what_makes_no_sense_is_a_usage_error(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert said in done.output
