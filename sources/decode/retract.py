@@ -182,6 +182,11 @@ def index_pages(pool: Any, indices: Tensor) -> Tensor:
     return indices[::page] // page
 
 
+def unknown(pool: Any) -> str:
+    """Say why the rows of ``pool`` are not where an MLA or DSA pool has them; empty if they are."""
+    return "" if _name(pool) in _POOLS else _WHY_NOT.get(type(pool).__name__, "where its rows lie is not known")
+
+
 def active() -> bool:
     """Tell whether the gate is on and the process is one of a DCP group of two or more."""
     return ON and _size() > 1
@@ -203,8 +208,8 @@ def _refuse_unknown(pool: Any) -> None:
 
     # The fp8 and fused write kernels for ROCm store every slot as it comes.
     _need(torch.version.hip is None, "CUDA or a CPU, found a ROCm build")
-    why = _WHY_NOT.get(type(pool).__name__, "where its rows lie is not known")
-    _need(_name(pool) in _POOLS, f"an MLA or DSA pool, found {type(pool).__name__}: {why}")
+    why = unknown(pool)
+    _need(not why, f"an MLA or DSA pool, found {type(pool).__name__}: {why}")
 
 
 def _with_index(pool: Any, layout: Layout, size: int) -> Layout:

@@ -49,8 +49,10 @@ def surroundings() -> dict[str, ModuleType]:
     """Give stand-ins, by name, for the modules that the pool and allocator files import at their top."""
     language = _Kernels("triton.language")
     vars(language)["constexpr"] = int
-    saver = SimpleNamespace(create=lambda enable: SimpleNamespace(region=lambda *args: nullcontext()))
-    platform = SimpleNamespace(synchronize=lambda: None, is_cuda_alike=_no, is_out_of_tree=_no)
+    saver = SimpleNamespace(create=lambda enable: SimpleNamespace(region=lambda *args, **named: nullcontext()))
+    platform = SimpleNamespace(
+        synchronize=lambda: None, is_cuda_alike=_no, is_out_of_tree=_no, is_pin_memory_available=_no
+    )
     utils = stub(f"{SRT}.utils", **dict.fromkeys(("is_cpu", "is_cuda", "is_hip", "is_npu", "is_float4_e2m1fn_x2"), _no))
     vars(utils).update(dict.fromkeys(("cpu_has_amx_support", "get_bool_env_var", "get_num_new_pages"), _no))
     vars(utils).update(next_power_of_2=_no)
