@@ -151,8 +151,6 @@ class _Struct:
 
 
 class _StandIn(ModuleType):
-    __path__ = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
