@@ -17,7 +17,7 @@ from lab.rig import models
 from lab.rig.errors import RigError
 
 FOLDER = Path(__file__).with_name("boots")
-TREES = ("stock", "patched")
+TREES = ("stock", "patched", "own")
 MODES = ("prefill", "decode", "alone")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _ENGINE_KEYS = {"like", "role", "mode", "tree", "flags", "env", "gates", "tp", "dtype", "tokens", "model", "bootstrap"}
@@ -30,7 +30,7 @@ class Part:
     Attributes:
         role: ``prefill`` or ``decode``: which release.
         mode: what it does in the pair; ``alone`` for an engine that does both.
-        tree: ``stock`` or ``patched``.
+        tree: ``stock``, ``patched``, or ``own``: a copy of stock for this run alone, which a scenario may turn.
         gates: switches of our patches; listed apart from ``env`` so that a reader sees what is on.
         tp: tensor parallel ranks, a process each.
     """
@@ -109,6 +109,10 @@ class Boot:
     def needs_patched(self) -> set[str]:
         """Roles of which a patched tree is needed."""
         return {part.role for part in self.parts if part.tree == "patched"}
+
+    def trees(self, names: set[str]) -> set[tuple[str, str]]:
+        """Role and kind of every tree that must be there before the engines called ``names`` start."""
+        return {(part.role, "stock" if part.tree == "own" else part.tree) for part in self.parts if part.name in names}
 
 
 def _words(value: Any, where: str) -> tuple[str, ...]:

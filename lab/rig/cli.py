@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def _as_they_stand(
     output: Output, which: boots.Boot, prefill: Path | None, decode: Path | None, allow_drift: bool
 ) -> dict[tuple[str, str], Tree]:
     """The named trees for every engine of a boot, whatever level they stand at."""
-    wanted = {(part.role, part.tree) for part in which.parts}
+    wanted = which.trees({part.name for part in which.parts})
     named: dict[tuple[str, str], Path | None] = {}
     for role, path in (("prefill", prefill), ("decode", decode)):
         named[role, "stock"] = named[role, "patched"] = path
@@ -268,11 +268,18 @@ def _entries(names: tuple[str, ...], which: str | None) -> list[Entry]:
     return lists.group(list(names))
 
 
+def _tell(output: Output, reports: Sequence[runner.Report]) -> None:
+    """Tell what a boot brought as soon as it ended: a run that is cut off later leaves that."""
+    for line in table.lines(reports)[1:]:
+        output.progress(line)
+
+
 @main.command()
 @click.argument("names", nargs=-1)
 @click.option("--list", "which", type=click.Choice(["short", "full"]), help="Run a whole list.")
 @click.option("--stock-prefill-root", type=_FOLDER, help="Stock tree; a copy of the environment's if not given.")
 @click.option("--stock-decode-root", type=_FOLDER, help="Stock tree; a copy of the environment's if not given.")
+@click.option("--gates-off", is_flag=True, help="Compare stock with patched, every gate unset, bit for bit.")
 @click.option("--fault", default="", help="Plant a fault in every patched engine (see docs/rig.md): it must turn red.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the JSON result to this file.")
 @tree_options
@@ -287,6 +294,7 @@ def compare(
     decode_root: Path | None,
     router: str,
     allow_drift: bool,
+    gates_off: bool,
     fault: str,
     out: Path | None,
 ) -> int:
@@ -303,21 +311,24 @@ def compare(
         ("prefill", "patched"): prefill_root,
         ("decode", "patched"): decode_root,
     }
-    wanted = {
-        (part.role, part.tree)
-        for entry in entries
-        for part in entry.boot.parts
-        if part.name in runner.needed(entry.boot, entry.scenarios)
-    }
+    wanted = {tree for entry in entries for tree in entry.boot.trees(runner.needed(entry.boot, entry.scenarios))}
+    if gates_off:
+        wanted = {(role, kind) for role, _ in wanted for kind in ("stock", "patched")}
     found = trees.gather(named, wanted, allow_drift, output.progress)
-    reports = []
+    reports: list[runner.Report] = []
     for entry in entries:
+        told = len(reports)
         output.progress(f"boot {entry.boot.name}: {', '.join(one.name for one in entry.scenarios)}")
+        if gates_off:
+            reports += runner.run_without_gates(entry.boot, entry.scenarios, found, router, output.progress)
+            _tell(output, reports[told:])
+            continue
         planted = {part.name: {faults.VARIABLE: fault} for part in entry.boot.parts if part.tree == "patched"}
         reports.append(
             runner.run_boot(entry.boot, entry.scenarios, found, router, output.progress, planted if fault else None)
         )
-    for line in table.lines(reports):
+        _tell(output, reports[told:])
+    for line in (*table.requests(reports), "", *table.lines(reports)):
         output.say(line)
     green = all(report.green for report in reports)
     output.result = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,11 +37,15 @@ class Request:
         prompt: token ids.
         new: tokens to generate.
         tag: its name in tables.
+        rid: the name under which the engines know it; they make one up when it is empty.
+        leave: the client closes the connection after so many tokens; 0 stays to the end.
     """
 
     prompt: tuple[int, ...]
     new: int
     tag: str = ""
+    rid: str = ""
+    leave: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Answer:
         retractions: how often the request was retracted.
         verify_steps: steps of speculative verification.
         error: empty, or what went wrong.
+        rid: the name under which the engines know it.
     """
 
     ids: tuple[int, ...] = ()
@@ -65,6 +72,7 @@ class Answer:
     seconds: float = 0.0
     error: str = ""
     tag: str = ""
+    rid: str = ""
 
     @property
     def accept_length(self) -> float:
@@ -92,21 +100,60 @@ def prompts(seed: int, count: int, length: int, vary: int = 0, prefix: int = 0) 
     return made
 
 
+@contextmanager
+def _opened(port: int, path: str, body: Mapping[str, Any], timeout: float) -> Iterator[Any]:
+    """The answer to a POST of ``body`` as JSON; every way in which it can break is an OSError."""
+    request = urllib.request.Request(
+        f"http://{HOST}:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with _OPENER.open(request, timeout=timeout) as answer:
+            yield answer
+    except urllib.error.HTTPError as error:
+        text = error.read().decode("utf-8", "replace")[:400]
+        raise OSError(f"status {error.code}: {text}") from error
+    except http.client.HTTPException as error:
+        raise OSError(f"the answer broke off: {error!r}") from error
+
+
 def post(port: int, path: str, body: Mapping[str, Any], timeout: float) -> Any:
     """Send ``body`` as JSON and return the answer's JSON.
 
     Raises:
         OSError: no answer in ``timeout`` seconds, or a status that is not 200 (with the answer's text).
     """
-    request = urllib.request.Request(
-        f"http://{HOST}:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with _OPENER.open(request, timeout=timeout) as answer:
-            return json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        text = error.read().decode("utf-8", "replace")[:400]
-        raise OSError(f"status {error.code}: {text}") from error
+    with _opened(port, path, body, timeout) as answer:
+        return json.loads(answer.read())
+
+
+def stream(
+    port: int, path: str, body: Mapping[str, Any], timeout: float, heard: Callable[[int], None], leave: int = 0
+) -> Any:
+    """Send ``body``, read the answer as it comes, and return its last state as JSON.
+
+    Args:
+        heard: is told the number of tokens so far, each time that some came.
+        leave: close the connection after so many tokens.
+
+    Raises:
+        OSError: as ``post``; or the stream brought an error, or ended before its closing line.
+    """
+    last: Any = None
+    with _opened(port, path, {**body, "stream": True}, timeout) as answer:
+        for line in answer:
+            data = line.strip().removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return last
+            if not data:
+                continue
+            part = json.loads(data)
+            if "error" in part:
+                raise OSError(f"the stream brought an error: {str(part['error'])[:400]}")
+            last = part
+            heard(len(last["output_ids"]))
+            if leave and len(last["output_ids"]) >= leave:
+                return last
+    raise OSError("the stream ended before its closing line")
 
 
 def flush(port: int, limit: float = 60.0) -> None:
@@ -130,66 +177,115 @@ def get(port: int, path: str, timeout: float = 10.0) -> Any:
 
 
 def _body(request: Request) -> dict[str, Any]:
-    return {
+    body: dict[str, Any] = {
         "input_ids": list(request.prompt),
         "sampling_params": {"temperature": 0, "max_new_tokens": request.new, "ignore_eos": True},
         "return_logprob": True,
     }
+    if request.rid:
+        body["rid"] = request.rid
+    return body
 
 
-def send(route: Route, request: Request, timeout: float = 120.0, room: int | None = None) -> Answer:
-    """Send one request and wait for its whole answer; an error is part of the answer, not an exception."""
+class _Prefill(threading.Thread):
+    """Asks the prefill engine of a pair for its part of a request, beside the decode engine; sets ``sent`` after it."""
+
+    def __init__(self, port: int, body: Mapping[str, Any], timeout: float, sent: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.port, self.body, self.timeout, self.sent = port, body, timeout, sent
+        self.answer: dict[str, Any] = {}
+        self.error = ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.answer = post(self.port, "/generate", self.body, self.timeout)
+        except (OSError, ValueError) as error:
+            self.error = str(error)
+        finally:
+            self.sent.set()
+
+
+def send(
+    route: Route,
+    request: Request,
+    timeout: float = 120.0,
+    heard: Callable[[int], None] | None = None,
+    sent: threading.Event | None = None,
+) -> Answer:
+    """Send one request and wait for its whole answer; an error is part of the answer, not an exception.
+
+    Args:
+        heard: is told the number of tokens so far; the answer is then read as a stream.
+        sent: is set once the prefill engine has answered, or the whole request has.
+    """
     body = _body(request)
     began = time.monotonic()
-    prefill: dict[str, Any] = {}
-    helper: threading.Thread | None = None
+    sent = sent or threading.Event()
+    prefill: _Prefill | None = None
     if route.prefill_port:
         body["bootstrap_host"] = HOST
         body["bootstrap_port"] = route.bootstrap
-        body["bootstrap_room"] = random.SystemRandom().randrange(1, 2**40) if room is None else room
-
-        def ask_prefill() -> None:
-            try:
-                prefill["answer"] = post(route.prefill_port, "/generate", body, timeout)
-            except OSError as error:
-                prefill["error"] = str(error)
-
-        helper = threading.Thread(target=ask_prefill, daemon=True)
-        helper.start()
+        body["bootstrap_room"] = random.SystemRandom().randrange(1, 2**40)
+        prefill = _Prefill(route.prefill_port, body, timeout, sent)
     try:
-        answer = post(route.port, "/generate", body, timeout)
-    except OSError as error:
-        if helper is not None:
-            helper.join(1.0)  # a prefill that failed too says so at once; one that hangs is not waited for
-        told = str(error) + ("; prefill: " + prefill["error"] if "error" in prefill else "")
-        return Answer(error=told, seconds=time.monotonic() - began, tag=request.tag)
-    if helper is not None:
-        helper.join(timeout)
+        if heard is not None or request.leave:
+            answer = stream(route.port, "/generate", body, timeout, heard or (lambda count: None), request.leave)
+        else:
+            answer = post(route.port, "/generate", body, timeout)
+    except (OSError, ValueError) as error:
+        if prefill is not None:
+            prefill.join(1.0)  # a prefill that failed too says so at once; one that hangs is not waited for
+        told = str(error) + (f"; prefill: {prefill.error}" if prefill is not None and prefill.error else "")
+        return Answer(error=told, seconds=time.monotonic() - began, tag=request.tag, rid=request.rid)
+    finally:
+        sent.set()
+    seconds = time.monotonic() - began
+    if prefill is not None and not request.leave:
+        prefill.join(timeout)
     meta = answer["meta_info"]
+    found = prefill.answer.get("meta_info") if prefill is not None else None
     return Answer(
         ids=tuple(answer["output_ids"]),
         logprobs=tuple(entry[0] for entry in meta.get("output_token_logprobs") or ()),
         cached=int(meta.get("cached_tokens") or 0),
-        prefill_cached=int(prefill["answer"]["meta_info"].get("cached_tokens") or 0) if "answer" in prefill else -1,
+        prefill_cached=-1 if found is None else int(found.get("cached_tokens") or 0),
         retractions=int(meta.get("num_retractions") or 0),
         verify_steps=int(meta.get("spec_verify_ct") or 0),
-        seconds=time.monotonic() - began,
+        seconds=seconds,
         tag=request.tag,
+        rid=str(meta.get("id") or request.rid),
     )
 
 
-def send_all(route: Route, requests: Sequence[Request], together: bool, timeout: float = 120.0) -> list[Answer]:
-    """Send ``requests`` one after another, or all of them ``together``; answers in the order of the requests."""
+def send_all(
+    route: Route,
+    requests: Sequence[Request],
+    together: bool,
+    timeout: float = 120.0,
+    heard: Callable[[int], None] | None = None,
+    in_line: bool = False,
+) -> list[Answer]:
+    """Send ``requests`` one after another, or all of them ``together``; answers in the order of the requests.
+
+    Args:
+        in_line: with ``together``, the next one is sent when the prefill engine has answered the one before, so that
+            it always works on one alone.
+    """
     if not together:
-        return [send(route, request, timeout) for request in requests]
+        return [send(route, request, timeout, heard) for request in requests]
     answers: list[Answer] = [Answer(error="not sent")] * len(requests)
 
-    def one(index: int) -> None:
-        answers[index] = send(route, requests[index], timeout)
+    def one(index: int, sent: threading.Event) -> None:
+        answers[index] = send(route, requests[index], timeout, heard, sent)
 
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(requests))]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for index in range(len(requests)):
+        sent = threading.Event()
+        threads.append(threading.Thread(target=one, args=(index, sent)))
+        threads[-1].start()
+        if in_line:
+            sent.wait(timeout)
     for thread in threads:
         thread.join()
     return answers

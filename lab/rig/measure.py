@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lab.rig.client import Answer, compare
 
@@ -16,12 +18,18 @@ class Result:
         answers: in the order of the requests.
         events: for each engine of the send the observer's lines printed meanwhile, as (event, values).
         prefill, decode: names of its engines; the same for an engine alone, empty behind a router.
+        seconds: how long all of it took.
+        prompts: tokens of each request's prompt.
+        refused: why a drained engine did not become idle; empty when it did.
     """
 
     answers: tuple[Answer, ...]
     events: Mapping[str, Sequence[tuple[str, Mapping[str, str]]]] = field(default_factory=dict)
     prefill: str = ""
     decode: str = ""
+    seconds: float = 0.0
+    prompts: tuple[int, ...] = ()
+    refused: str = ""
 
 
 Results = Mapping[str, Result]
@@ -33,7 +41,8 @@ class Measure:
 
     Attributes:
         about: one line for the docs.
-        of: takes the results and the names; a name may carry a selection, ``send.retracted`` or ``send.kept``.
+        of: takes the results and the names; a name may carry a selection: ``send.retracted`` or ``send.kept`` of
+            the requests, ``send.cp2`` of the transfers.
     """
 
     about: str
@@ -52,7 +61,7 @@ def _answers(results: Results, name: str) -> tuple[Answer, ...]:
         answers = tuple(answer for answer in answers if answer.retractions)
     elif selection == "kept":
         answers = tuple(answer for answer in answers if not answer.retractions)
-    elif selection:
+    elif selection and not re.fullmatch(r"cp\d+", selection):
         raise NothingToMeasure(f"no selection {selection!r}")
     if not answers:
         raise NothingToMeasure(f"{name} has no request")
@@ -134,12 +143,20 @@ def _decode_cached(results: Results, names: Sequence[str]) -> float:
 
 def _events(results: Results, name: str, side: str, event: str) -> list[Mapping[str, str]]:
     result = results[name.partition(".")[0]]
-    engine = result.prefill if side == "prefill" else result.decode
+    return _of(result, result.prefill if side == "prefill" else result.decode, event)
+
+
+def _of(result: Result, engine: str, event: str) -> list[Mapping[str, str]]:
     return [values for kind, values in result.events.get(engine, ()) if kind == event]
 
 
 def _transfers(results: Results, name: str, kind: str) -> list[Mapping[str, str]]:
-    found = [values for values in _events(results, name, "prefill", "transfer") if values["kind"] == kind]
+    source = re.fullmatch(r"cp(\d+)", name.partition(".")[2])
+    found = [
+        values
+        for values in _events(results, name, "prefill", "transfer")
+        if values["kind"] == kind and (source is None or values["cp"] == source[1])
+    ]
     if not found:
         raise NothingToMeasure(f"{name}: no transfer of {kind} was seen")
     return found
@@ -177,6 +194,60 @@ def _rows_behind(results: Results, names: Sequence[str]) -> float:
     return max(int(values["committed"]) - int(values["rows"]) for values in found)
 
 
+def _sources(results: Results, names: Sequence[str]) -> float:
+    return len({(values["cp"], values["tp"]) for values in _transfers(results, names[0], "kv")})
+
+
+def _held(results: Results, names: Sequence[str]) -> float:
+    """Tokens and requests that idle engines still hold, all ranks together."""
+    result = results[names[0]]
+    if result.refused:
+        raise NothingToMeasure(result.refused)
+    told = [values for engine in result.events for values in _of(result, engine, "pools")]
+    if not told or any(not _of(result, engine, "pools") for engine in result.events):
+        raise NothingToMeasure(f"{names[0]}: not every engine told what it holds")
+    return sum(abs(int(values["tokens"])) + abs(int(values["requests"])) for values in told)
+
+
+def _drained(results: Results, names: Sequence[str]) -> float:
+    result = results[names[0]]
+    if result.refused:
+        raise NothingToMeasure(result.refused)
+    return result.seconds
+
+
+def rows(name: str, result: Result) -> list[dict[str, Any]]:
+    """One row for each request of a send: what P and D found in their caches, and the bytes that P sent for it.
+
+    A number that was not seen is ``None``: behind a router with several engines nobody knows which of them served.
+    """
+    rooms = {values["rid"]: values["room"] for values in _of(result, result.decode, "room")}
+    found = {values["rid"]: int(values["tokens"]) for values in _of(result, result.decode, "prefix")}
+    sent: dict[tuple[str, str], int] = {}
+    for values in _of(result, result.prefill, "transfer"):
+        key = (values["room"], values["kind"])
+        sent[key] = sent.get(key, 0) + int(values["bytes"])
+    made = []
+    for index, answer in enumerate(result.answers):
+        room = rooms.get(answer.rid)
+        made.append(
+            {
+                "send": name,
+                "request": answer.tag,
+                "prompt": result.prompts[index] if index < len(result.prompts) else None,
+                "tokens": len(answer.ids),
+                "p_hit": answer.prefill_cached if answer.prefill_cached >= 0 else None,
+                "d_hit": found.get(answer.rid),
+                "kv_bytes": None if room is None else sent.get((room, "kv"), 0),
+                "index_bytes": None if room is None else sent.get((room, "state"), 0),
+                "retractions": answer.retractions,
+                "accept": round(answer.accept_length, 2) or None,
+                "error": answer.error,
+            }
+        )
+    return made
+
+
 def _seconds(results: Results, names: Sequence[str]) -> float:
     return max(answer.seconds for answer in _answers(results, names[0]))
 
@@ -200,5 +271,8 @@ MEASURES: dict[str, Measure] = {
     "transfer_calls": Measure("transfer calls of P with KV", 1, _transfer_calls),
     "lost": Measure("accepted tokens thrown away at retractions", 1, _lost),
     "rows_behind": Measure("committed rows minus saved rows at a retraction, the largest", 1, _rows_behind),
+    "sources": Measure("ranks of P that sent KV", 1, _sources),
+    "held": Measure("tokens and requests that drained engines still hold, all ranks together", 1, _held),
+    "drained": Measure("seconds until all drained engines were idle", 1, _drained),
     "seconds": Measure("seconds of the slowest request", 1, _seconds),
 }

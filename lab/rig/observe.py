@@ -84,25 +84,37 @@ def _watch_lost_results(module: ModuleType) -> None:
 @after("sglang.srt.disaggregation.mooncake.conn")
 def _watch_transfer(module: ModuleType) -> None:
     manager: Any = module.MooncakeKVManager
-    kind = threading.local()
-    transfer = manager._transfer_data
+    now = threading.local()
+    transfer, status = manager._transfer_data, manager.check_status
+
+    def check_status(self: Any, room: Any) -> Any:
+        # The worker asks for the status of a room right before it sends that room's chunk, on the same thread.
+        now.room = room
+        return status(self, room)
 
     def transfer_data(self: Any, session: Any, blocks: Any) -> Any:
-        size = sum(int(block[2]) for block in blocks)
-        say("transfer", kind=getattr(kind, "now", "kv"), blocks=len(blocks), bytes=size)
+        say(
+            "transfer",
+            kind=getattr(now, "kind", "kv"),
+            blocks=len(blocks),
+            bytes=sum(int(block[2]) for block in blocks),
+            room=getattr(now, "room", 0),
+            cp=self.attn_cp_rank,
+            tp=self.attn_tp_rank,
+        )
         return transfer(self, session, blocks)
 
-    manager._transfer_data = transfer_data
+    manager._transfer_data, manager.check_status = transfer_data, check_status
     # What is not KV is sent by functions of its own, on the same thread.
     for name, word in (("send_aux", "aux"), ("maybe_send_extra", "state")):
         stock = getattr(manager, name)
 
         def tagged(self: Any, *args: Any, _stock: Any = stock, _word: str = word, **kwargs: Any) -> Any:
-            kind.now = _word
+            now.kind = _word
             try:
                 return _stock(self, *args, **kwargs)
             finally:
-                kind.now = "kv"
+                now.kind = "kv"
 
         setattr(manager, name, functools.wraps(stock)(tagged))
 
@@ -110,26 +122,39 @@ def _watch_transfer(module: ModuleType) -> None:
 @after("sglang.srt.disaggregation.decode")
 def _watch_decode_prefix(module: ModuleType) -> None:
     queue: Any = module.DecodePreallocQueue
-    match = queue._match_prefix_and_lock
+    add, match = queue.add, queue._match_prefix_and_lock
+
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        say("room", rid=request.rid, room=request.bootstrap_room)
+        return add(self, request, *args, **kwargs)
 
     def match_prefix_and_lock(self: Any, request: Any) -> Any:
         found = match(self, request)
         say("prefix", rid=request.rid, tokens=len(found.prefix_indices))
         return found
 
-    queue._match_prefix_and_lock = match_prefix_and_lock
+    queue.add, queue._match_prefix_and_lock = add_request, match_prefix_and_lock
 
 
-@after("sglang.srt.disaggregation.common.staging_buffer")
-def _cap_pack_buffer(module: ModuleType) -> None:
-    """PATCHBUNDLE_RIG_PACK_BYTES caps every pack buffer, so that what does not fit is seen with small prompts."""
-    cap = int(os.environ.get("PATCHBUNDLE_RIG_PACK_BYTES", "0"))
-    if not cap:
-        return
-    buffer: Any = module.StagingBuffer
-    stock = buffer.__init__
+@after("sglang.srt.managers.scheduler")
+def _watch_pools(module: ModuleType) -> None:
+    """Tell what an idle engine still holds, when it is asked to empty its cache: after that all pools look empty."""
+    scheduler: Any = module.Scheduler
+    flush = scheduler.flush_cache
 
-    def init(self: Any, size_bytes: int, *args: Any, **kwargs: Any) -> None:
-        stock(self, min(size_bytes, cap), *args, **kwargs)
+    def flush_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_fully_idle():
+            allocator, slots = self.token_to_kv_pool_allocator, self.req_to_token_pool
+            # The cache counts tokens, the allocator whole pages.
+            page = allocator.page_size
+            cached = -(-self.tree_cache.evictable_size() // page) * page
+            total = slots.size + getattr(slots, "pre_alloc_size", 0)
+            say(
+                "pools",
+                tokens=allocator.size // page * page - allocator.available_size() - cached,
+                cached=cached,
+                requests=total - len(slots.free_slots),
+            )
+        return flush(self, *args, **kwargs)
 
-    buffer.__init__ = init
+    scheduler.flush_cache = flush_cache

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lab.rig import cache, client, deployment, engine, environment, models, ports
+from lab.rig import cache, client, deployment, engine, environment, models, ports, trees
+from lab.rig import tree as engine_tree
 from lab.rig.boot import Boot, Part
 from lab.rig.errors import RigError
-from lab.rig.measure import MEASURES, NothingToMeasure, Result
-from lab.rig.scenario import Kill, Scenario, Send
+from lab.rig.measure import MEASURES, NothingToMeasure, Result, rows
+from lab.rig.scenario import Drain, Scenario, Send, Turn
 from lab.rig.tree import RELEASES, Tree
 
 Trees = Mapping[tuple[str, str], Tree]
+Results = Mapping[str, Result]
 Say = Callable[[str], None]
 
 
@@ -47,6 +53,7 @@ class Report:
     Attributes:
         lines: one for each thing that must hold.
         answers: for each scenario and send the answers, for ``--json``.
+        rows: for each scenario one row a request, see ``measure.rows``.
         start_s, run_s: seconds until everything was ready, and for the scenarios after that.
         memory: largest proportional set size seen, in bytes.
         folder: where the logs are.
@@ -55,6 +62,7 @@ class Report:
     boot: str
     lines: list[Line] = field(default_factory=list)
     answers: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     ready_s: dict[str, float] = field(default_factory=dict)
     start_s: float = 0.0
     run_s: float = 0.0
@@ -77,6 +85,7 @@ class Report:
             "memory_mib": self.memory >> 20,
             "logs": str(self.folder / "logs"),
             "lines": [line.as_json() for line in self.lines],
+            "requests": self.rows,
             "answers": self.answers,
         }
 
@@ -111,10 +120,16 @@ class Running:
             return client.Route(self.router_ports[name]), prefill_name, decode_name
         return client.Route(self.engines[name].port), name, name
 
+    def lines(self, names: set[str]) -> dict[str, list[tuple[str, Mapping[str, str]]]]:
+        """The observer's lines of some engines since the last mark."""
+        return {name: [(event.name, event.values) for event in self.deployment.events(name)] for name in sorted(names)}
+
 
 def make_engine(part: Part, trees: Trees, pythons: Mapping[str, Path], port: int, bootstrap: int) -> engine.Engine:
     """Fill in what the boot's file leaves open: the tree, the interpreter, the model's folder and the ports."""
     tree = trees[part.role, part.tree]
+    # A tree of this run alone keeps its bytecode beside it, and both go when the run ends.
+    own = {"PYTHONPYCACHEPREFIX": str(tree.root.parent / "bytecode")} if part.tree == "own" else {}
     return engine.Engine(
         name=part.name,
         role=part.role,
@@ -125,7 +140,7 @@ def make_engine(part: Part, trees: Trees, pythons: Mapping[str, Path], port: int
         port=port,
         bootstrap=bootstrap,
         flags=part.flags,
-        env={**part.env, **part.gates},
+        env={**own, **part.env, **part.gates},
         tp=part.tp,
         dtype=part.dtype,
         tokens=part.tokens,
@@ -214,11 +229,40 @@ def needed(boot: Boot, scenarios: Sequence[Scenario]) -> set[str]:
     return names | {refuser.of for refuser in boot.refusers if refuser.name in names}
 
 
+class _Killer:
+    """Kills the member that a send names, once, at the moment that it names."""
+
+    def __init__(self, running: deployment.Deployment, send: Send) -> None:
+        self.running, self.send = running, send
+        self.lock = threading.Lock()
+        self.done = threading.Event()
+        if isinstance(send.at, str):
+            threading.Thread(target=self._watch, args=(send.at,), daemon=True).start()
+
+    def heard(self, tokens: int) -> None:
+        """A request has brought so many tokens."""
+        if isinstance(self.send.at, int) and tokens >= self.send.at:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill, unless that was done before."""
+        with self.lock:
+            if not self.done.is_set():
+                self.running.kill(self.send.kill)
+                self.done.set()
+
+    def _watch(self, event: str) -> None:
+        while not self.done.is_set():
+            if any(found.name == event for found in self.running.events(self.send.kill)):
+                self.kill()
+            time.sleep(0.05)  # the member's log is a file: it is read again until it says so
+
+
 def do_send(running: Running, send: Send) -> Result:
     """Send the requests of one step and gather the answers and the engines' lines.
 
     Raises:
-        RigError: kind ``crash``; a member was lost meanwhile.
+        RigError: kind ``crash``; a member was lost meanwhile that the step does not kill itself.
     """
     route, prefill, decode = running.route(send)
     for name in send.flush:
@@ -227,15 +271,61 @@ def do_send(running: Running, send: Send) -> Result:
         except OSError as error:
             raise RigError("flush", f"{name} would not empty its cache: {error}") from error
     prompts = client.prompts(send.seed, send.count, send.length, send.vary, send.prefix)
-    requests = [client.Request(prompt, send.new, str(index)) for index, prompt in enumerate(prompts)]
+    group = f"{send.name}-{time.monotonic_ns()}"
+    requests = [
+        client.Request(
+            prompt,
+            send.new,
+            str(index),
+            f"{group}.{index:02d}of{send.count:02d}" if send.gathered else "",
+            send.leave,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
     running.deployment.mark()
-    answers = client.send_all(route, requests, send.together, send.timeout)
+    killer = _Killer(running.deployment, send) if send.kill else None
+    began = time.monotonic()
+    try:
+        answers = client.send_all(
+            route,
+            requests,
+            send.together or send.gathered,
+            send.timeout,
+            killer.heard if killer is not None and isinstance(send.at, int) else None,
+            send.gathered,
+        )
+    finally:
+        if killer is not None and not killer.done.is_set():
+            killer.done.set()
+            raise RigError("scenario", f"{send.kill} was not killed: nothing came at which it was to be")
     running.deployment.check(wait=5.0 if any(answer.error for answer in answers) else 0.0)
-    events = {
-        name: [(event.name, event.values) for event in running.deployment.events(name)]
-        for name in {prefill, decode} - {""}
-    }
-    return Result(tuple(answers), events, prefill, decode)
+    return Result(
+        tuple(answers),
+        running.lines({prefill, decode} - {""}),
+        prefill,
+        decode,
+        time.monotonic() - began,
+        tuple(len(prompt) for prompt in prompts),
+    )
+
+
+def do_drain(running: Running, drain: Drain) -> Result:
+    """Wait until the engines of a step are idle, and read what they still hold.
+
+    Raises:
+        RigError: kind ``crash``; a member was lost meanwhile.
+    """
+    running.deployment.mark()
+    began = time.monotonic()
+    refused = ""
+    for name in drain.engines:
+        try:
+            client.flush(running.engines[name].port, drain.within)
+        except OSError as error:
+            refused = refused or f"{name} is not idle after {drain.within:.0f} s ({error})"
+    seconds = time.monotonic() - began
+    running.deployment.check(wait=5.0 if refused else 0.0)
+    return Result((), running.lines(set(drain.engines)), seconds=seconds, refused=refused)
 
 
 def chat(port: int, text: str, new: int) -> str:
@@ -272,66 +362,225 @@ def judge(scenario: Scenario, results: Mapping[str, Result]) -> list[Line]:
     return lines
 
 
-def run_scenario(running: Running, scenario: Scenario, report: Report, say: Say) -> None:
-    """Run one scenario on a running boot and add its lines to ``report``."""
+def run_steps(
+    running: Running, scenario: Scenario, turn: Callable[[Turn], Running], say: Say
+) -> tuple[Running, Results]:
+    """Run the steps of one scenario; return the deployment that then runs, and what each named step brought.
+
+    Args:
+        turn: ends the deployment, turns its trees, and starts it again.
+
+    Raises:
+        RigError: a member was lost, or a step could not be done.
+    """
     results: dict[str, Result] = {}
     for step in scenario.steps:
-        if isinstance(step, Kill):
-            running.deployment.kill(step.engine)
+        if isinstance(step, Turn):
+            running = turn(step)
             continue
         began = time.monotonic()
-        results[step.name] = do_send(running, step)
-        say(f"{scenario.name}: {step.name} to {' and '.join(step.to)} took {time.monotonic() - began:.0f} s")
+        if isinstance(step, Drain):
+            results[step.name] = do_drain(running, step)
+            told = f"draining {' and '.join(step.engines)}"
+        else:
+            results[step.name] = do_send(running, step)
+            told = f"{step.name} to {' and '.join(step.to)}"
+        say(f"{scenario.name}: {told} took {time.monotonic() - began:.0f} s")
         errors = [answer.error for answer in results[step.name].answers if answer.error]
         if errors:
             say(f"{scenario.name}: {step.name}: {errors[0][:200]}")
-    report.answers[scenario.name] = {
-        name: [answer.as_json() for answer in result.answers] for name, result in results.items()
-    }
-    report.lines += judge(scenario, results)
+    return running, results
+
+
+@contextlib.contextmanager
+def own_trees(boot: Boot, trees_of: Trees, say: Say) -> Iterator[dict[tuple[str, str], Tree]]:
+    """``trees_of`` with a fresh copy of the stock tree for each role that has an engine with a tree of its own."""
+    roles = sorted({part.role for part in boot.parts if part.tree == "own"})
+    if not roles:
+        yield dict(trees_of)
+        return
+    deployment.runs_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="own-", dir=deployment.runs_folder()) as folder:
+        made = dict(trees_of)
+        for role in roles:
+            root = Path(folder) / role / "tree"
+            shutil.copytree(trees_of[role, "stock"].root, root)
+            made[role, "own"] = engine_tree.find(role, root)
+            say(f"{role} own: {root}")
+        yield made
+
+
+def turn_trees(own: Trees, verb: str, say: Say) -> None:
+    """Apply the bundle to, or revert it from, every own tree, and see that it then stands where it should.
+
+    Raises:
+        RigError: kinds ``apply``, ``drift``.
+    """
+    for (role, kind), one in sorted(own.items()):
+        if kind == "own":
+            trees.apply(role, one.root, revert=verb == "revert")
+            level = engine_tree.recognise(one, allow_drift=False)
+            if (level == "base") != (verb == "revert"):
+                raise RigError("apply", f"{one.root} stands at {level} after {verb}")
+            say(f"{role} own: {verb}, now {level}")
 
 
 def run_boot(
     boot: Boot,
     scenarios: Sequence[Scenario],
-    trees: Trees,
+    trees_of: Trees,
     router: str = "wheel",
     say: Say = lambda text: None,
     extra_env: Mapping[str, Mapping[str, str]] | None = None,
+    keep: dict[str, Results] | None = None,
 ) -> Report:
     """Start ``boot``, run ``scenarios`` on it, end it; a crash is a line that does not hold, not an exception.
+
+    Args:
+        keep: is filled with what each scenario brought, by its name.
 
     Raises:
         RigError: anything that is refused before the engines start.
     """
     report = Report(boot.name)
     began = time.monotonic()
-    try:
-        running = start(boot, trees, router, say=say, only=needed(boot, scenarios), extra_env=extra_env)
-    except RigError as error:
-        if error.kind != "crash":
-            raise
-        for line in error.tail:
-            say("  " + line)
-        note = f"{error.kind}: {error}"
-        report.lines += [Line(scenario.name, "the engines start", None, False, note) for scenario in scenarios]
-        return report
-    report.folder = running.deployment.folder
-    report.start_s = time.monotonic() - began
-    state = running.deployment.state()
-    report.ready_s = {name: member["ready_after_s"] for name, member in state["members"].items()}
-    try:
-        for scenario in scenarios:
-            try:
-                run_scenario(running, scenario, report, say)
-            except RigError as error:
-                for line in error.tail:
-                    say("  " + line)
-                report.lines.append(Line(scenario.name, "the engines go on", None, False, f"{error.kind}: {error}"))
-                if error.kind == "crash":
-                    break
-            report.memory = max(report.memory, running.deployment.memory())
-    finally:
-        running.deployment.down()
-        report.run_s = time.monotonic() - began - report.start_s
+    with own_trees(boot, trees_of, say) as found:
+
+        def begin() -> Running:
+            return start(boot, found, router, say=say, only=needed(boot, scenarios), extra_env=extra_env)
+
+        try:
+            running = begin()
+        except RigError as error:
+            if error.kind != "crash":
+                raise
+            for line in error.tail:
+                say("  " + line)
+            note = f"{error.kind}: {error}"
+            report.lines += [Line(scenario.name, "the engines start", None, False, note) for scenario in scenarios]
+            return report
+        report.folder = running.deployment.folder
+        report.start_s = time.monotonic() - began
+        state = running.deployment.state()
+        report.ready_s = {name: member["ready_after_s"] for name, member in state["members"].items()}
+        watch = _MemoryWatch(running.deployment)
+
+        def turn(step: Turn) -> Running:
+            nonlocal running
+            running.deployment.down()
+            turn_trees(found, step.verb, say)
+            running = begin()
+            watch.deployment = running.deployment
+            return running
+
+        try:
+            for scenario in scenarios:
+                try:
+                    running, results = run_steps(running, scenario, turn, say)
+                except RigError as error:
+                    for line in error.tail:
+                        say("  " + line)
+                    report.lines.append(Line(scenario.name, "the engines go on", None, False, f"{error.kind}: {error}"))
+                    if error.kind == "crash":
+                        break
+                    continue
+                if keep is not None:
+                    keep[scenario.name] = results
+                report.answers[scenario.name] = {
+                    name: [answer.as_json() for answer in result.answers] for name, result in results.items()
+                }
+                report.rows[scenario.name] = [row for name, result in results.items() for row in rows(name, result)]
+                report.lines += judge(scenario, results)
+        finally:
+            report.memory = watch.stop()
+            running.deployment.down()
+            report.run_s = time.monotonic() - began - report.start_s
     return report
+
+
+class _MemoryWatch:
+    """Looks at the memory of a deployment every few seconds and keeps the largest sum."""
+
+    def __init__(self, running: deployment.Deployment) -> None:
+        self.deployment = running
+        self.largest = 0
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _look(self) -> None:
+        with contextlib.suppress(RigError):
+            self.largest = max(self.largest, self.deployment.memory())
+
+    def _run(self) -> None:
+        while not self.ended.wait(5.0):
+            self._look()
+
+    def stop(self) -> int:
+        """Look once more; the largest sum of proportional set sizes seen, in bytes."""
+        self.ended.set()
+        self.thread.join()
+        self._look()
+        return self.largest
+
+
+def without_gates(boot: Boot, scenarios: Sequence[Scenario]) -> list[tuple[Boot, list[Scenario]]]:
+    """The boot and its scenarios twice, all engines stock and all patched with every gate unset.
+
+    Only what is the same in every run is kept: sends that reach P one after another and end by themselves. Engines
+    that differ by their gates alone are the same engine now, and are sent to once.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    left_out = set()
+    for part in boot.parts:
+        key = (part.role, part.mode, part.flags, tuple(sorted(part.env.items())), part.tp, part.dtype, part.tokens)
+        if first.setdefault((*key, part.model), part.name) != part.name:
+            left_out.add(part.name)
+    made: list[tuple[Boot, list[Scenario]]] = []
+    for tree in ("stock", "patched"):
+        parts = tuple(replace(part, tree=tree, gates={}) for part in boot.parts)
+        kept = []
+        for one in scenarios:
+            steps = tuple(
+                step
+                for step in one.steps
+                if isinstance(step, Send)
+                and not (step.together or step.kill or step.leave)
+                and not left_out & step.members
+            )
+            if steps:
+                kept.append(replace(one, steps=steps, holds=()))
+        made.append((replace(boot, name=f"{boot.name}-{tree}-gates-off", parts=parts), kept))
+    return made
+
+
+def run_without_gates(
+    boot: Boot,
+    scenarios: Sequence[Scenario],
+    trees_of: Trees,
+    router: str = "wheel",
+    say: Say = lambda text: None,
+) -> list[Report]:
+    """Run the scenarios on stock engines and on patched ones with every gate unset, and compare every answer.
+
+    Returns:
+        two reports; the lines of the first tell for each send that all of it was answered, those of the second that
+        the answers are the same to the last bit. Empty when nothing of the boot can be compared.
+    """
+    reports, found = [], []
+    for which, kept in without_gates(boot, scenarios):
+        if not kept:
+            return []
+        brought: dict[str, Results] = {}
+        reports.append(run_boot(which, kept, trees_of, router, say, keep=brought))
+        found.append(brought)
+        if len(brought) != len(kept):
+            return reports
+    for name, results in found[0].items():
+        for send, result in results.items():
+            done = sum(not answer.error and bool(answer.ids) for answer in result.answers)
+            reports[0].lines.append(Line(name, f"done({send})", done, done == len(result.answers)))
+            difference = client.compare(result.answers, found[1][name][send].answers)
+            what = f"bits({send}) are stock's"
+            reports[1].lines.append(Line(name, what, difference.logprob, difference.bitwise))
+    return reports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,15 @@ from lab.rig.measure import MEASURES
 FOLDER = Path(__file__).with_name("scenarios")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _HOLD = re.compile(r"(\w+)\(([^()]*)\)\s*(==|!=|<=|>=|<|>)\s*(-?\d+(?:\.\d+)?)")
-_SEND_KEYS = {"send", "to", "seed", "count", "length", "vary", "prefix", "new", "together", "flush", "timeout", "again"}
+_OPERATION = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+TURNS = ("apply", "revert")
 
 
 @dataclass(frozen=True)
@@ -29,8 +38,12 @@ class Send:
         seed, count, length, vary, prefix: the prompts, see ``client.prompts``.
         new: tokens each generates.
         together: all at once; else one after another.
+        gathered: P gets one after another, and D starts none before all are there: the same batches in every run.
         flush: engines whose radix cache is emptied first.
         timeout: seconds for each request.
+        kill: member that is killed with all its processes meanwhile.
+        at: when: after so many tokens of any request, or once the member printed the observer's line of this name.
+        leave: tokens after which each client closes its connection; 0 stays to the end.
     """
 
     name: str
@@ -42,18 +55,52 @@ class Send:
     prefix: int = 0
     new: int = 24
     together: bool = False
+    gathered: bool = False
     flush: tuple[str, ...] = ()
     timeout: float = 240.0
+    kill: str = ""
+    at: int | str = 1
+    leave: int = 0
+
+    @property
+    def members(self) -> set[str]:
+        """Names of the members that it needs."""
+        return {*self.to, *self.flush, self.kill} - {""}
 
 
 @dataclass(frozen=True)
-class Kill:
-    """The engine ``engine`` is killed with all its processes, ``after`` seconds into the next send."""
+class Drain:
+    """Engines are asked what they still hold, once they say that they are idle; then their caches are emptied.
 
-    engine: str
+    Attributes:
+        name: what the holds call it.
+        engines: names of the engines.
+        within: seconds within which each must become idle.
+    """
+
+    name: str
+    engines: tuple[str, ...]
+    within: float = 60.0
+
+    @property
+    def members(self) -> set[str]:
+        """Names of the members that it needs."""
+        return set(self.engines)
 
 
-Step = Send | Kill
+@dataclass(frozen=True)
+class Turn:
+    """The deployment is ended, the bundle is applied to (or reverted from) its own trees, and it is started again."""
+
+    verb: str
+
+    @property
+    def members(self) -> set[str]:
+        """It needs nobody."""
+        return set()
+
+
+Step = Send | Drain | Turn
 
 
 @dataclass(frozen=True)
@@ -68,14 +115,7 @@ class Hold:
 
     def compare(self, value: float) -> bool:
         """Whether ``value`` is as demanded."""
-        return {
-            "==": value == self.bound,
-            "!=": value != self.bound,
-            "<=": value <= self.bound,
-            ">=": value >= self.bound,
-            "<": value < self.bound,
-            ">": value > self.bound,
-        }[self.operator]
+        return bool(_OPERATION[self.operator](value, self.bound))
 
 
 @dataclass(frozen=True)
@@ -96,8 +136,8 @@ class Scenario:
 
     @property
     def engines(self) -> set[str]:
-        """Names of the members that it sends to."""
-        return {name for step in self.steps if isinstance(step, Send) for name in step.to}
+        """Names of the members that it needs."""
+        return {name for step in self.steps for name in step.members}
 
 
 def parse_hold(text: str) -> Hold:
@@ -118,27 +158,51 @@ def parse_hold(text: str) -> Hold:
     return Hold(text.strip(), measure, arguments, operator, float(bound))
 
 
-def _send(entry: Mapping[str, Any], where: str, before: Mapping[str, Send]) -> Send:
-    unknown = set(entry) - _SEND_KEYS
-    if unknown:
-        raise RigError("scenario", f"{where}: unknown keys {sorted(unknown)}")
+def _send(entry: Mapping[str, Any], where: str, before: Mapping[str, Step]) -> Send:
+    _known(entry, {"send", "again", *Send.__dataclass_fields__} - {"name"}, where)
     values: dict[str, Any] = {}
     if "again" in entry:
-        if entry["again"] not in before:
+        earlier = before.get(entry["again"])
+        if not isinstance(earlier, Send):
             raise RigError("scenario", f"{where}: again = {entry['again']!r} names no send before it")
-        earlier = before[entry["again"]]
-        values = {key: getattr(earlier, key) for key in Send.__dataclass_fields__ if key != "flush"}
+        # The same requests; what was done to the engines meanwhile is not done again.
+        once = ("flush", "kill", "at", "leave")
+        values = {key: getattr(earlier, key) for key in Send.__dataclass_fields__ if key not in once}
     values.update({key: value for key, value in entry.items() if key not in ("send", "again")})
     values["name"] = entry["send"]
     for key in ("to", "flush"):
         values[key] = tuple(values.get(key, ()))
-    if len(values["to"]) not in (1, 2):
+    send = Send(**values)
+    if len(send.to) not in (1, 2):
         raise RigError("scenario", f"{where}: to = [prefill, decode], [router] or [engine]")
-    if values.get("count", 3) < 1 or values.get("new", 24) < 1 or values.get("length", 100) < 1:
+    if send.gathered and len(send.to) != 2:
+        raise RigError("scenario", f"{where}: only a pair's requests can be gathered")
+    if send.count < 1 or send.new < 1 or send.length < 1:
         raise RigError("scenario", f"{where}: count, new and length are at least 1")
-    if values.get("prefix", 0) > values.get("length", 100):
+    if send.prefix > send.length:
         raise RigError("scenario", f"{where}: the shared prefix is longer than the prompt")
-    return Send(**values)
+    return send
+
+
+def _known(entry: Mapping[str, Any], keys: set[str], where: str) -> None:
+    if unknown := set(entry) - keys:
+        raise RigError("scenario", f"{where}: unknown keys {sorted(unknown)}")
+
+
+def _step(entry: Mapping[str, Any], where: str, before: Mapping[str, Step]) -> Step:
+    if "send" in entry:
+        return _send(entry, where, before)
+    if "drain" in entry:
+        _known(entry, {"drain", "engines", "within"}, where)
+        if not entry.get("engines"):
+            raise RigError("scenario", f"{where}: drain needs engines = [...]")
+        return Drain(entry["drain"], tuple(entry["engines"]), float(entry.get("within", Drain.within)))
+    if "turn" in entry:
+        _known(entry, {"turn"}, where)
+        if entry["turn"] not in TURNS:
+            raise RigError("scenario", f"{where}: turn = one of {', '.join(TURNS)}")
+        return Turn(entry["turn"])
+    raise RigError("scenario", f"{where}: neither send, drain nor turn")
 
 
 def parse(name: str, text: str) -> Scenario:
@@ -151,32 +215,24 @@ def parse(name: str, text: str) -> Scenario:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RigError("scenario", f"scenario {name}: {error}") from error
-    unknown = set(data) - {"about", "boot", "step", "hold"}
-    if unknown:
-        raise RigError("scenario", f"scenario {name}: unknown keys {sorted(unknown)}")
+    _known(data, {"about", "boot", "step", "hold"}, f"scenario {name}")
     steps: list[Step] = []
-    sends: dict[str, Send] = {}
+    named: dict[str, Step] = {}
     for index, entry in enumerate(data.get("step", [])):
         where = f"scenario {name}, step {index + 1}"
-        if "kill" in entry:
-            if set(entry) != {"kill"}:
-                raise RigError("scenario", f"{where}: unknown keys {sorted(set(entry) - {'kill'})}")
-            steps.append(Kill(str(entry["kill"])))
-        elif "send" in entry:
-            send = _send(entry, where, sends)
-            if send.name in sends or not _NAME.fullmatch(send.name):
-                raise RigError("scenario", f"{where}: {send.name!r} is no new name")
-            sends[send.name] = send
-            steps.append(send)
-        else:
-            raise RigError("scenario", f"{where}: neither send nor kill")
+        step = _step(entry, where, named)
+        if not isinstance(step, Turn):
+            if step.name in named or not _NAME.fullmatch(step.name):
+                raise RigError("scenario", f"{where}: {step.name!r} is no new name")
+            named[step.name] = step
+        steps.append(step)
     holds = tuple(parse_hold(line) for line in data.get("hold", []))
-    if not sends or not holds:
+    if not any(isinstance(step, Send) for step in steps) or not holds:
         raise RigError("scenario", f"scenario {name}: it sends nothing, or nothing must hold")
     for hold in holds:
         for argument in hold.arguments:
-            if argument.partition(".")[0] not in sends:
-                raise RigError("scenario", f"scenario {name}: {hold.text!r} names no send {argument!r}")
+            if argument.partition(".")[0] not in named:
+                raise RigError("scenario", f"scenario {name}: {hold.text!r} names no send or drain {argument!r}")
     if "boot" not in data:
         raise RigError("scenario", f"scenario {name}: it names no boot")
     return Scenario(name, str(data.get("about", "")), str(data["boot"]), tuple(steps), holds)

@@ -31,6 +31,32 @@ def lines(reports: Sequence[Report]) -> list[str]:
     for report in reports:
         made.append(
             f"{report.boot}: ready after {report.start_s:.0f} s, ran {report.run_s:.0f} s, "
-            f"{report.memory >> 20} MiB at the end of the largest scenario"
+            f"{report.memory >> 20} MiB at most"
         )
     return made
+
+
+_COLUMNS = (
+    ("send", "send"),
+    ("request", "request"),
+    ("prompt", "prompt"),
+    ("P hit", "p_hit"),
+    ("D hit", "d_hit"),
+    ("KV bytes", "kv_bytes"),
+    ("index bytes", "index_bytes"),
+    ("tokens", "tokens"),
+    ("accept", "accept"),
+    ("retracted", "retractions"),
+)
+
+
+def requests(reports: Sequence[Report]) -> list[str]:
+    """One line a request: what was found in the caches, and what was sent for it; a dash for what was not seen."""
+    cells = [("scenario", *(head for head, _ in _COLUMNS))]
+    for report in reports:
+        for scenario, rows in report.rows.items():
+            for row in rows:
+                found = [row[key] for _, key in _COLUMNS]
+                cells.append((scenario, *("-" if value is None else str(value) for value in found)))
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -9,7 +9,7 @@ import pytest
 
 from lab.rig import client, runner, scenario
 from lab.rig.client import Answer
-from lab.rig.measure import MEASURES, NothingToMeasure, Result
+from lab.rig.measure import MEASURES, NothingToMeasure, Result, rows
 
 
 def answer(*ids: int, shift: float = 0.0, **more: object) -> Answer:
@@ -175,3 +175,63 @@ def test_prompts_come_from_the_seed_alone() -> None:
     assert [len(prompt) for prompt in one] == [50, 60, 70]
     assert len({prompt[:20] for prompt in one}) == 1 and len({prompt[20:40] for prompt in one}) == 3
     assert len({prompt[:20] for prompt in client.prompts(3, 3, 50)}) == 3
+
+
+def sent(room: int, size: int, kind: str = "kv", cp: int = 0, tp: int = 0) -> tuple[str, dict[str, str]]:
+    values = {"room": str(room), "bytes": str(size), "kind": kind, "cp": str(cp), "tp": str(tp), "blocks": "1"}
+    return "transfer", values
+
+
+def test_bytes_are_counted_by_source() -> None:
+    one = result(answer(1), prefill=[sent(7, 10), sent(7, 5, cp=1), sent(7, 3, cp=1, tp=1), sent(7, 9, "state", cp=2)])
+    assert [value("bytes", name, a=one) for name in ("a", "a.cp0", "a.cp1")] == [18, 10, 8]
+    assert value("sources", "a", a=one) == 3
+    with pytest.raises(NothingToMeasure, match=r"a\.cp2: no transfer of kv"):
+        value("bytes", "a.cp2", a=one)
+
+
+def pools(tokens: int, requests: int) -> tuple[str, dict[str, str]]:
+    return "pools", {"tokens": str(tokens), "requests": str(requests), "cached": "64"}
+
+
+def test_what_any_rank_holds_is_held() -> None:
+    assert value("held", "e", e=Result((), {"D": [pools(0, 0), pools(0, 0)], "P": [pools(0, 0)]})) == 0
+    assert value("held", "e", e=Result((), {"D": [pools(0, 0), pools(64, 1)], "P": [pools(0, 0)]})) == 65
+    # More free than there is means that something was given back twice; it does not make up for what is held.
+    assert value("held", "e", e=Result((), {"D": [pools(-64, 0)], "P": [pools(64, 0)]})) == 128
+
+
+@pytest.mark.parametrize(
+    "drained",
+    [
+        Result((), {"D": [pools(0, 0)]}, refused="P is not idle after 10 s"),
+        Result((), {"D": [pools(0, 0)], "P": []}),
+        Result((), {}),
+    ],
+)
+def test_an_engine_that_does_not_tell_what_it_holds_does_not_pass_for_empty(drained: Result) -> None:
+    with pytest.raises(NothingToMeasure):
+        value("held", "e", e=drained)
+
+
+def test_an_engine_that_is_not_idle_in_time_has_no_time() -> None:
+    assert value("drained", "e", e=Result((), {}, seconds=1.5)) == 1.5
+    with pytest.raises(NothingToMeasure, match="not idle"):
+        value("drained", "e", e=Result((), {}, seconds=1.5, refused="P is not idle"))
+
+
+def test_each_request_has_a_row_with_its_own_bytes_and_hits() -> None:
+    decode = [("room", {"rid": "x", "room": "7"}), ("room", {"rid": "y", "room": "8"})]
+    decode.append(("prefix", {"rid": "y", "tokens": "64"}))
+    one = result(
+        answer(1, 2, rid="x", tag="0", prefill_cached=128),
+        answer(3, rid="z", tag="1"),
+        answer(4, rid="y", tag="2"),
+        prefill=[sent(7, 10), sent(7, 5), sent(8, 1), sent(7, 3, "state"), sent(9, 99)],
+        decode=decode,
+    )
+    first, unknown, last = rows("a", dataclasses.replace(one, prompts=(100, 101, 102)))
+    assert (first["kv_bytes"], first["index_bytes"], first["p_hit"], first["d_hit"]) == (15, 3, 128, None)
+    assert (first["send"], first["request"], first["prompt"], first["tokens"]) == ("a", "0", 100, 2)
+    assert (unknown["kv_bytes"], unknown["index_bytes"], unknown["p_hit"]) == (None, None, None)
+    assert (last["kv_bytes"], last["index_bytes"], last["d_hit"]) == (1, 0, 64)

@@ -9,7 +9,7 @@ import pytest
 from lab.rig import boot, faults, lists, runner, scenario
 from lab.rig.errors import RigError
 from lab.rig.measure import MEASURES
-from lab.rig.scenario import Kill, Send
+from lab.rig.scenario import Drain, Send, Turn
 
 BOOT = """
 about = "x"
@@ -101,9 +101,19 @@ def test_a_send_again_takes_over_everything_but_the_flush() -> None:
     assert (two.seed, two.count, two.length) == (one.seed, one.count, one.length)
 
 
-def test_a_kill_is_a_step() -> None:
-    steps = scenario.parse("s", SCENARIO + '[[step]]\nkill = "D"\n').steps
-    assert steps[-1] == Kill("D")
+def test_a_drain_and_a_turn_are_steps() -> None:
+    more = '[[step]]\nturn = "apply"\n[[step]]\ndrain = "end"\nengines = ["P", "D"]\nwithin = 10\n'
+    one = scenario.parse("s", SCENARIO.replace('"done(one) == 3"', '"held(end) == 0"') + more)
+    assert one.steps[-2:] == (Turn("apply"), Drain("end", ("P", "D"), 10.0))
+    assert one.engines == {"P", "D", "R"}
+
+
+def test_what_was_done_to_engines_in_a_send_is_not_done_again() -> None:
+    text = SCENARIO.replace("new = 7", 'new = 7\nkill = "D"\nat = "held"\nleave = 4')
+    one, two = scenario.parse("s", text).steps
+    assert isinstance(one, Send) and isinstance(two, Send)
+    assert (one.kill, one.at, one.leave) == ("D", "held", 4)
+    assert (two.kill, two.at, two.leave) == ("", 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +130,12 @@ def test_a_kill_is_a_step() -> None:
         ("done(one) == 3", "done(one, two) == 3", "takes 1 names"),
         ("done(one) == 3", "done(three) == 3", "names no send"),
         ('boot = "b"', "", "names no boot"),
-        ('send = "two"\nagain = "one"', 'sned = "two"', "neither send nor kill"),
+        ('send = "two"\nagain = "one"', 'sned = "two"', "neither send, drain nor turn"),
+        ('send = "two"\nagain = "one"\nto = ["R"]', 'turn = "round"', "turn = one of apply, revert"),
+        ('send = "two"\nagain = "one"\nto = ["R"]', 'turn = "apply"\nto = ["P"]', "unknown keys"),
+        ('send = "two"\nagain = "one"\nto = ["R"]', 'drain = "two"', "drain needs engines"),
+        ('send = "two"\nagain = "one"\nto = ["R"]', 'drain = "one"\nengines = ["P"]', "no new name"),
+        ('again = "one"\nto = ["R"]', 'again = "one"\nto = ["R"]\ngathered = true', "only a pair's requests"),
         ('about = "x"', 'about = "x"\nhodl = []', "unknown keys"),
     ],
 )
@@ -163,8 +178,7 @@ def test_every_shipped_scenario_fits_its_boot(name: str) -> None:
     which = boot.load(one.boot)
     members = {part.name for part in which.parts} | {router.name for router in which.routers}
     for step in one.steps:
-        used = {step.engine} if isinstance(step, Kill) else {*step.to, *step.flush}
-        assert used <= members
+        assert step.members <= members
     assert one.about and which.about
 
 
@@ -228,3 +242,15 @@ def test_every_planted_fault_runs_in_a_boot_of_its_own_and_is_measured_there() -
 
 def test_every_measure_is_told_in_words() -> None:
     assert all(measure.about and measure.arguments in (1, 2) for measure in MEASURES.values())
+
+
+def test_gates_off_runs_every_engine_stock_and_then_patched_and_sends_to_each_different_one_once() -> None:
+    which = boot.parse("b", BOOT.replace('env = { A = "1" }\n', "").replace('flags = ["--two"]\n', ""))
+    text = SCENARIO + '[[step]]\nsend = "three"\nagain = "one"\nto = ["P", "D-cured"]\n[[step]]\nturn = "apply"\n'
+    text += '[[step]]\nsend = "four"\ntogether = true\nto = ["P", "D"]\n'
+    (stock, first), (off, second) = runner.without_gates(which, [scenario.parse("s", text)])
+    assert {part.tree for part in stock.parts} == {"stock"} and {part.tree for part in off.parts} == {"patched"}
+    assert not any(part.gates for part in (*stock.parts, *off.parts))
+    # D-cured is D with a gate, so nothing is sent to it; what reaches P all at once is not the same in every run.
+    assert [step.name for step in first[0].steps if isinstance(step, Send)] == ["one", "two"]
+    assert first[0].steps == second[0].steps

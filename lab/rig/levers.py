@@ -1,0 +1,147 @@
+"""Runs inside every engine process: levers that a boot's file may pull, each by one variable; unset they do nothing.
+
+None of them changes what is computed. They make rare moments happen on demand and at the same place every time, so
+that no scenario depends on how busy the machine is.
+
+* ``PATCHBUNDLE_RIG_PACK_BYTES=N`` caps every pack buffer, so that what does not fit is seen with small prompts.
+* ``PATCHBUNDLE_RIG_RETRACT=8,20`` forces a retraction at these steps of a gathered send (see below) on D.
+* ``PATCHBUNDLE_RIG_TRANSFER_FAIL=2`` lets the second KV transfer call of P fail, as a broken connection does.
+* ``PATCHBUNDLE_RIG_TRANSFER_HOLD=60`` lets P wait so many seconds before every KV transfer: to end somebody meanwhile.
+
+A *gathered* send needs no variable: its requests carry names like ``calm.01of03``, and D starts none of them before
+all three are there, in the order of their names. What is batched with what is then the same in every run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from types import ModuleType
+from typing import Any
+
+from lab.rig.observe import say
+from lab.rig.standins.hook import after
+
+_GATHERED = re.compile(r"(.+)\.\d+of(\d+)")
+_steps = 0
+
+
+def gathered(name: object) -> tuple[str, int] | None:
+    """The send and its number of requests in the name of a gathered request; ``None`` for every other name."""
+    match = _GATHERED.fullmatch(str(name))
+    return (match[1], int(match[2])) if match else None
+
+
+class Gathering:
+    """Which gathered sends are complete: every member has arrived or has failed."""
+
+    def __init__(self) -> None:
+        self.failed: dict[str, int] = {}
+        self.complete: set[str] = set()
+
+    def fail(self, name: object) -> None:
+        """A request will never arrive; the others do not wait for it."""
+        group = gathered(name)
+        if group:
+            self.failed[group[0]] = self.failed.get(group[0], 0) + 1
+
+    def waits(self, names: list[object]) -> bool:
+        """Whether somebody among the arrived ``names`` must wait for others."""
+        here: dict[tuple[str, int], int] = {}
+        for group in map(gathered, names):
+            if group and group[0] not in self.complete:
+                here[group] = here.get(group, 0) + 1
+        for (send, count), arrived in here.items():
+            if arrived + self.failed.get(send, 0) < count:
+                return True
+        self.complete |= {send for send, _ in here}
+        return False
+
+
+@after("sglang.srt.disaggregation.decode")
+def _gather(module: ModuleType) -> None:
+    one = Gathering()
+    abort = module.prepare_abort
+    mixin: Any = module.SchedulerDisaggregationDecodeMixin
+    batch = mixin.get_new_prebuilt_batch
+
+    def prepare_abort(request: Any, *args: Any, **kwargs: Any) -> Any:
+        one.fail(request.rid)
+        return abort(request, *args, **kwargs)
+
+    def get_new_prebuilt_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _steps
+        known = len(one.complete)
+        if one.waits([request.rid for request in self.waiting_queue]):
+            return None
+        if len(one.complete) > known:
+            _steps = 0
+            self.waiting_queue.sort(key=lambda request: str(request.rid))
+        return batch(self, *args, **kwargs)
+
+    vars(module)["prepare_abort"] = prepare_abort
+    mixin.get_new_prebuilt_batch = get_new_prebuilt_batch
+
+
+@after("sglang.srt.managers.scheduler")
+def _retract(module: ModuleType) -> None:
+    steps = {int(step) for step in filter(None, os.environ.get("PATCHBUNDLE_RIG_RETRACT", "").split(","))}
+    if not steps:
+        return
+    scheduler: Any = module.Scheduler
+    update = scheduler.update_running_batch
+
+    def update_running_batch(self: Any, batch: Any) -> Any:
+        global _steps
+        # The last request is never retracted: only steps with company count.
+        together = sum(gathered(request.rid) is not None and not request.finished() for request in batch.reqs) > 1
+        _steps += together
+        # The engine's own switch for tests, turned on for one step.
+        vars(module)["TEST_RETRACT_INTERVAL"] = 1
+        vars(module)["TEST_RETRACT"] = together and _steps in steps
+        try:
+            return update(self, batch)
+        finally:
+            vars(module)["TEST_RETRACT"] = False
+
+    scheduler.update_running_batch = update_running_batch
+
+
+@after("sglang.srt.disaggregation.mooncake.conn")
+def _disturb_transfer(module: ModuleType) -> None:
+    failing = int(os.environ.get("PATCHBUNDLE_RIG_TRANSFER_FAIL", "0"))
+    seconds = float(os.environ.get("PATCHBUNDLE_RIG_TRANSFER_HOLD", "0"))
+    if not failing and not seconds:
+        return
+    manager: Any = module.MooncakeKVManager
+    send, calls, lock = manager._transfer_data, [0], threading.Lock()
+
+    def transfer_data(self: Any, session: Any, blocks: Any) -> Any:
+        with lock:
+            calls[0] += 1
+            fails = calls[0] == failing
+        if fails:
+            say("broken", call=failing)
+            return -1
+        if seconds:
+            say("held", seconds=seconds)
+            time.sleep(seconds)
+        return send(self, session, blocks)
+
+    manager._transfer_data = transfer_data
+
+
+@after("sglang.srt.disaggregation.common.staging_buffer")
+def _cap_pack_buffer(module: ModuleType) -> None:
+    cap = int(os.environ.get("PATCHBUNDLE_RIG_PACK_BYTES", "0"))
+    if not cap:
+        return
+    buffer: Any = module.StagingBuffer
+    stock = buffer.__init__
+
+    def init(self: Any, size_bytes: int, *args: Any, **kwargs: Any) -> None:
+        stock(self, min(size_bytes, cap), *args, **kwargs)
+
+    buffer.__init__ = init

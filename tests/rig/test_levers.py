@@ -1,0 +1,55 @@
+"""Gathered sends: who waits for whom, told by names alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab.rig.levers import Gathering, gathered
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("calm-12.01of03", ("calm-12", 3)),
+        ("a.b.00of10", ("a.b", 10)),
+        ("calm", None),
+        ("calm.1of", None),
+        ("", None),
+        (None, None),
+        (["calm.0of1"], None),
+    ],
+)
+def test_only_a_gathered_name_has_a_group(name: object, group: object) -> None:
+    assert gathered(name) == group
+
+
+def test_nobody_starts_before_all_are_there_and_all_start_then() -> None:
+    one = Gathering()
+    assert one.waits(["s.00of03"])
+    assert one.waits(["s.00of03", "s.02of03"])
+    assert not one.waits(["s.00of03", "s.02of03", "s.01of03"])
+
+
+def test_who_comes_back_later_waits_for_nobody() -> None:
+    one = Gathering()
+    assert not one.waits(["s.00of02", "s.01of02"])
+    assert not one.waits(["s.01of02"])
+
+
+def test_a_member_that_failed_is_not_waited_for() -> None:
+    one = Gathering()
+    assert one.waits(["s.00of03", "s.01of03"])
+    one.fail("s.02of03")
+    assert not one.waits(["s.00of03", "s.01of03"])
+
+
+def test_a_failure_of_another_send_lets_nobody_go() -> None:
+    one = Gathering()
+    one.fail("t.00of02")
+    one.fail("somebody")
+    assert one.waits(["s.00of02"])
+
+
+def test_other_requests_wait_for_nobody() -> None:
+    assert not Gathering().waits(["x", "y"])
+    assert not Gathering().waits([])
