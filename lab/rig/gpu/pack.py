@@ -1,12 +1,15 @@
 """Make the archive with which a GPU machine without a network boots the real 0.5.17 engine, stock and patched.
 
 ``python -m lab.rig.gpu.pack OUT`` writes ``OUT/engine-0.5.17-gpu.tar.xz`` (about 50 MB: wheels for Python 3.12, the
-kernels of sm_90 alone) and ``OUT/patched-0.5.17.tar.xz`` (the files that the series changes or adds).
+kernels of sm_90 alone; kept when it was made from the same list) and ``OUT/patched-0.5.17.tar.xz`` (the files that the
+series changes or adds). What a GPU machine compiled may lie beside them as ``OUT/kernels-0.5.17-gpu.tar.xz``, which
+``lab.rig.gpu.engine --save-kernels`` writes there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import subprocess
@@ -20,6 +23,8 @@ from lab.rig.errors import RigError
 LIST = Path(__file__).with_name("requirements-gpu-0.5.17.txt")
 ENGINE = "engine-0.5.17-gpu.tar.xz"
 PATCHED = "patched-0.5.17.tar.xz"
+KERNELS = "kernels-0.5.17-gpu.tar.xz"
+MADE_FROM = "made-from.txt"
 NEEDED = 8_000_000_000
 # Not needed on sm_90 with the sparse paths: FlashAttention-3 (1.1 GB), InfLLM, sm_100 kernels, the multimodal package.
 LEFT_OUT = (
@@ -86,6 +91,35 @@ def archive(folder: Path, names: list[str], target: Path) -> None:
     fresh.rename(target)
 
 
+def files(folder: Path) -> list[str]:
+    """All files below ``folder``, relative, sorted."""
+    return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def digest() -> str:
+    """SHA-256 of what decides the engine's archive: the list, what is left out, for which Python and platforms."""
+    text = LIST.read_bytes() + repr((LEFT_OUT, _platforms())).encode()
+    return hashlib.sha256(text).hexdigest()
+
+
+def pack_engine(out: Path) -> None:
+    """Write the engine's archive, unless one that was made from the same list is there.
+
+    Raises:
+        RigError: kinds ``disk``, ``pack``.
+    """
+    note = out / MADE_FROM
+    if (out / ENGINE).is_file() and note.is_file() and note.read_text(encoding="ascii").strip() == digest():
+        return
+    cache.need_disk(out, NEEDED, "gpu-pack")
+    library = out / "library"
+    shutil.rmtree(library, ignore_errors=True)
+    install(library)
+    archive(library, files(library), out / ENGINE)
+    shutil.rmtree(library)
+    note.write_text(digest() + "\n", encoding="ascii")
+
+
 def main() -> int:
     """Entry point of ``make gpu-pack``."""
     parser = argparse.ArgumentParser(description="archive of the engine for one GPU machine without a network")
@@ -95,20 +129,15 @@ def main() -> int:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     try:
-        cache.need_disk(out, NEEDED, "gpu-pack")
-        library = out / "library"
-        shutil.rmtree(library, ignore_errors=True)
-        install(library)
-        names = [path.relative_to(library).as_posix() for path in sorted(library.rglob("*")) if path.is_file()]
-        archive(library, names, out / ENGINE)
+        pack_engine(out)
         patched = arguments.patched_root or trees.patched("decode", print)
-        archive(patched, changed(library, patched), out / PATCHED)
-        shutil.rmtree(library)
+        archive(patched, changed(trees.stock("decode", print), patched), out / PATCHED)
     except RigError as error:
         print(*error.tail, f"{error.kind}: {error}", sep="\n", file=sys.stderr)
         return 1
-    for name in (ENGINE, PATCHED):
-        print(f"{out / name}: {os.stat(out / name).st_size / 1e6:.1f} MB")
+    for name in (ENGINE, PATCHED, KERNELS):
+        if (out / name).is_file():
+            print(f"{out / name}: {os.stat(out / name).st_size / 1e6:.1f} MB")
     return 0
 
 
