@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
 
-.PHONY: help roundtrip test router router-release test-router soak rig-env rig rig-full test-engine bench lint format pin system-deps clean clean-cache
+.PHONY: help roundtrip test router router-release test-router soak rig-env rig rig-full test-engine gpu-pack gpu-engine bench lint format pin system-deps clean clean-cache
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -38,11 +38,18 @@ rig-env: $(VENV)/test.stamp ## the two engine environments (19 GB, cached)
 rig: rig-env ## the whole deployment on this CPU, stock beside patched: the short list
 	$(BIN)/python tools/rig.py compare --list short
 
-rig-full: rig-env ## every scenario
+rig-full: rig-env ## every scenario, and every one again with all gates unset against stock
 	$(BIN)/python tools/rig.py compare --list full
+	$(BIN)/python tools/rig.py compare --list full --gates-off
 
 test-engine: rig-env ## tests inside the whole wheels
 	$(BIN)/python -m pytest -m rig
+
+gpu-pack: $(VENV)/test.stamp ## archives for one GPU machine without a network, into build/gpu
+	$(BIN)/python -m lab.rig.gpu.pack build/gpu
+
+gpu-engine: ## on that machine: the real engine, stock beside patched, from build/gpu
+	$(PYTHON) -m lab.rig.gpu.engine build/gpu --out evidence/engine/h200.json
 
 bench: $(VENV)/test.stamp ## the tool against git apply, quilt and sha256sum
 	$(BIN)/python benchmarks/tool.py

@@ -122,8 +122,14 @@ def post(port: int, path: str, body: Mapping[str, Any], timeout: float) -> Any:
     Raises:
         OSError: no answer in ``timeout`` seconds, or a status that is not 200 (with the answer's text).
     """
+    return json.loads(post_text(port, path, body, timeout))
+
+
+def post_text(port: int, path: str, body: Mapping[str, Any], timeout: float) -> bytes:
+    """``post`` for an answer that is no JSON."""
     with _opened(port, path, body, timeout) as answer:
-        return json.loads(answer.read())
+        text: bytes = answer.read()
+        return text
 
 
 def stream(

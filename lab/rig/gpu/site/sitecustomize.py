@@ -108,3 +108,5 @@ def _install() -> None:
 
 
 _install()
+for _name in filter(None, os.environ.get("PATCHBUNDLE_RIG_HOOKS", "").split(",")):
+    importlib.import_module(_name)
