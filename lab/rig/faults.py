@@ -68,6 +68,7 @@ def chosen() -> Fault | None:
 
 _RETRACT = ("sglang.srt.research.retract", "dcp2-retract-patched", "dcp-retract-index")
 _PACK = ("sglang.srt.research.bounded_pack", "bounded-pack", "bounded-pack")
+_POISON = ("sglang.srt.research.bounded_pack", "pack-poison", "bounded-pack")
 
 
 @fault(
@@ -139,3 +140,8 @@ def _pack_too_early(module: ModuleType) -> None:
         return pack(*args)
 
     vars(module)["_pack"], vars(module)["_transfer"] = early_pack, late_transfer
+
+
+@fault("pack-early-release", "the buffer is trusted again after a transfer that failed and may still read it", *_POISON)
+def _pack_early_release(module: ModuleType) -> None:
+    vars(module)["_give_up"] = lambda state, status: setattr(state, "trusted", True)
