@@ -11,6 +11,7 @@ import torch
 
 from lab.rig import deployment
 from lab.rig.client import Answer
+from lab.rig.errors import RigError
 from lab.rig.gpu import engine, pack, reference
 from lab.rig.gpu.engine import Running, Variant, compared, kernel_shares
 
@@ -150,5 +151,5 @@ def test_an_archive_of_another_list_is_made_again(tmp_path: Path, monkeypatch: p
 
 
 def test_a_missing_archive_is_named(tmp_path: Path) -> None:
-    with pytest.raises(engine.RigError, match="engine-0"):
+    with pytest.raises(RigError, match="engine-0"):
         engine.unpack(tmp_path, tmp_path / "home")
