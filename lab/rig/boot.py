@@ -47,11 +47,6 @@ class Part:
     tokens: int = 4096
     model: str = ""
 
-    @property
-    def processes(self) -> int:
-        """Processes that count for memory: the ranks; the front end is small."""
-        return self.tp
-
 
 @dataclass(frozen=True)
 class RouterPart:
@@ -88,11 +83,6 @@ class Boot:
     parts: tuple[Part, ...]
     routers: tuple[RouterPart, ...] = ()
     refusers: tuple[RefuserPart, ...] = ()
-
-    @property
-    def processes(self) -> int:
-        """Engine processes of all parts."""
-        return sum(part.processes for part in self.parts)
 
     def part(self, name: str) -> Part:
         """The engine called ``name``.

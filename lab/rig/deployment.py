@@ -24,8 +24,9 @@ from lab.rig.keeper import SPEC, STATE
 from lab.rig.member import Spec
 from lab.rig.tree import REPOSITORY
 
-# Proportional set size of one engine process that was seen, with the tiny models.
-MEMORY_PER_PROCESS = 1_900_000_000
+# Proportional set sizes that were seen with the tiny models: an engine's front end and what its ranks share, and a rank.
+MEMORY_PER_ENGINE = 1_500_000_000
+MEMORY_PER_RANK = 900_000_000
 _EVENT = re.compile(r"rig: (\S+)(.*)")
 _PAIR = re.compile(r"(\w+)=(\S+)")
 
@@ -50,13 +51,13 @@ def parse_events(text: str) -> list[Event]:
     return found
 
 
-def need_memory(processes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Refuse to start more engine processes than the memory holds.
+def need_memory(engines: int, ranks: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Refuse to start more engines, with so many ranks together, than the memory holds.
 
     Raises:
         RigError: kind ``memory``, with the number needed and the number available.
     """
-    needed = processes * MEMORY_PER_PROCESS
+    needed = engines * MEMORY_PER_ENGINE + ranks * MEMORY_PER_RANK
     match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text(encoding="ascii"))
     if match is None:
         raise RigError("memory", f"{meminfo} does not tell how much memory is available")
@@ -64,7 +65,8 @@ def need_memory(processes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
     if available < needed:
         raise RigError(
             "memory",
-            f"{processes} engine processes need {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free",
+            f"{engines} engines with {ranks} ranks need {needed / 1e9:.1f} GB of memory, "
+            f"{available / 1e9:.1f} GB are free",
         )
 
 

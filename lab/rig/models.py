@@ -131,6 +131,11 @@ MODELS: dict[str, Model] = {
             {**_BASE, **_GLM, **_TWIN, "index_topk": 64},
             twin=True,
         ),
+        Model(
+            "glm-dsa-layers",
+            "GLM-DSA, four real layers and an index top-k of 64: one layer for each owner of a split cache",
+            {**_BASE, **_GLM, "num_hidden_layers": 4, "first_k_dense_replace": 4, "index_topk": 64},
+        ),
         Model("glm-dsa-gpu", "GLM-DSA twin with the real model's head sizes", {**_BASE, **_GPU, **_TWIN}, twin=True),
         Model(
             "glm-dsa-iteration",

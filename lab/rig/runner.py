@@ -172,7 +172,7 @@ def start(
     parts = [part for part in boot.parts if only is None or part.name in only]
     routers = [part for part in boot.routers if only is None or part.name in only]
     refusers = [part for part in boot.refusers if only is None or part.name in only]
-    deployment.need_memory(sum(part.processes for part in parts))
+    deployment.need_memory(len(parts), sum(part.tp for part in parts))
     roles = {part.role for part in parts} | ({"decode"} if routers else set())
     pythons = {role: environment.ensure(RELEASES[role], say) for role in sorted(roles)}
     folder = deployment.new_folder(boot.name)

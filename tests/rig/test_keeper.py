@@ -252,12 +252,12 @@ def test_a_spec_survives_its_file() -> None:
 def test_too_little_memory_is_refused_with_both_numbers(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9999999999 kB\nMemAvailable:    1000000 kB\n")
-    with pytest.raises(RigError, match=r"need 3\.8 GB of memory, 1\.0 GB") as caught:
-        deployment.need_memory(2, meminfo)
+    with pytest.raises(RigError, match=r"need 3\.3 GB of memory, 1\.0 GB") as caught:
+        deployment.need_memory(1, 2, meminfo)
     assert caught.value.kind == "memory"
     meminfo.write_text("nothing")
     with pytest.raises(RigError, match="does not tell"):
-        deployment.need_memory(1, meminfo)
+        deployment.need_memory(1, 1, meminfo)
 
 
 def test_events_are_read_from_a_log_with_other_lines_in_it() -> None:

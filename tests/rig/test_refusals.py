@@ -410,7 +410,7 @@ def test_a_status_names_what_runs_and_what_was_lost(own_cache: Path) -> None:
 
 
 def test_more_engines_than_the_memory_holds_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment, "MEMORY_PER_PROCESS", 10**15)
+    monkeypatch.setattr(deployment, "MEMORY_PER_RANK", 10**15)
     with pytest.raises(RigError, match="of memory"):
         runner.start(boot.load("mla"), {})
 
