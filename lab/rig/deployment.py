@@ -24,7 +24,7 @@ from lab.rig.keeper import SPEC, STATE
 from lab.rig.member import Spec
 from lab.rig.tree import REPOSITORY
 
-# Proportional set sizes that were seen with the tiny models: an engine's front end and what its ranks share, and a rank.
+# Proportional set sizes that were seen with the tiny models: an engine with what its ranks share, and each rank.
 MEMORY_PER_ENGINE = 1_500_000_000
 MEMORY_PER_RANK = 900_000_000
 _EVENT = re.compile(r"rig: (\S+)(.*)")
