@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,13 @@ class Anything(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return mock.MagicMock(name=f"{self.__name__}.{name}")
+
+
+def blanks(root: Path, path: str) -> dict[str, ModuleType]:
+    """Give an ``Anything`` for each module of the engine, our own left out, that the file ``path`` imports from."""
+    nodes = [node for node in ast.walk(ast.parse((root / path).read_bytes())) if isinstance(node, ast.ImportFrom)]
+    names = {node.module for node in nodes if node.module and node.module.startswith("sglang.")}
+    return {name: Anything(name) for name in names if not name.startswith("sglang.srt.research")}
 
 
 def stub(name: str, /, **attributes: Any) -> ModuleType:

@@ -147,13 +147,15 @@ class Tree:
         self.dtype = torch.float32
         self.buffer_rows = 0
         self._known = self._surroundings()
-        environment = {name: text for name, text in os.environ.items() if name not in (TOPOLOGY, INPUT_SP)}
+        environment = {name: text for name, text in os.environ.items() if not name.startswith("SGLANG_RESEARCH_")}
         with mock.patch.dict(os.environ, {**environment, **(gates or {})}, clear=True):
             if (root / "sglang/srt/research").is_dir():
                 self._known[f"{SRT}.research"] = stub(f"{SRT}.research", __path__=[])
                 self.gates = self.load("sglang/srt/research/gates.py")
                 self.topology = self.load("sglang/srt/research/cp_topology.py")
                 self.input_sp = self.load("sglang/srt/research/input_sp.py")
+                for name in ("narrow_topology", "pcp4_dcp2", "gather_preload"):
+                    self.load(f"sglang/srt/research/{name}.py")
             self.base = self.load("sglang/srt/layers/communicator.py")
             self.communicator = self.load("sglang/srt/layers/communicator_dsa_cp.py")
 

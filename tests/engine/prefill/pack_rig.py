@@ -86,6 +86,7 @@ def _surroundings() -> dict[str, ModuleType]:
     known[f"{SRT}.utils"] = stub(f"{SRT}.utils", is_hip=lambda: False, is_npu=lambda: False)
     network = {"get_local_ip_auto": _nothing, "get_zmq_socket_on_host": _nothing}
     known[f"{SRT}.utils.network"] = stub(f"{SRT}.utils.network", NetworkAddress=_Address, **network)
+    vars(known[f"{SRT}.observability.mooncake_trace"])["mooncake_trace_func"] = lambda stage: lambda function: function
     trace = {"TraceNullContext": SimpleNamespace, "TraceReqContext": SimpleNamespace, "trace_set_thread_info": _nothing}
     known[f"{SRT}.observability.trace"] = stub(f"{SRT}.observability.trace", **trace)
     parallel = SimpleNamespace(enable_dsa_cache_layer_split=False)
@@ -94,13 +95,16 @@ def _surroundings() -> dict[str, ModuleType]:
 
 
 class Tree:
-    """The sender's files of one engine tree, loaded with the gate unset (None) or set to ``gate``."""
+    """The sender's files of one engine tree, loaded with the gate unset (None) or set to ``gate``.
 
-    def __init__(self, root: Path, gate: str | None = None) -> None:
+    ``gates`` are those of other patches.
+    """
+
+    def __init__(self, root: Path, gate: str | None = None, gates: Mapping[str, str] | None = None) -> None:
         self.root = root
         self._known = _surroundings()
-        environment = {name: text for name, text in os.environ.items() if name != GATE}
-        environment["TRITON_INTERPRET"] = "1"
+        environment = {name: text for name, text in os.environ.items() if not name.startswith("SGLANG_RESEARCH_")}
+        environment |= {"TRITON_INTERPRET": "1", **(gates or {})}
         if gate is not None:
             environment[GATE] = gate
         with mock.patch.dict(os.environ, environment, clear=True):
@@ -111,6 +115,10 @@ class Tree:
                 self._known[f"{SRT}.research"] = stub(f"{SRT}.research", __path__=[str(research)])
                 self._load("sglang/srt/research/gates.py")
                 self.pack = self._load("sglang/srt/research/bounded_pack.py")
+                self._load("sglang/srt/research/cp_topology.py")
+                self._load("sglang/srt/research/narrow_topology.py")
+                self.narrow = self._load("sglang/srt/research/pcp4_dcp2.py")
+                self.preload = self._load("sglang/srt/research/gather_preload.py")
             base = self._load("sglang/srt/disaggregation/base/conn.py")
             self.poll = base.KVPoll
             self._known[f"{PD}.base"] = stub(f"{PD}.base", KVPoll=self.poll, __path__=[])

@@ -5,7 +5,6 @@ Eight real processes run toy layers through the communicator of the stock and of
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +17,13 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.engine.load import Anything, load, modules, stub
+from tests.engine.load import Anything, blanks, load, modules, stub
 from tests.engine.prefill.conftest import Outcomes
 from tests.engine.prefill.cp_ranks import CASES, FAULTS, SPARSE, reference
 from tests.engine.prefill.cp_rig import HIDDEN, INPUT_SP, SRT, TOPOLOGY, Journal, RMSNorm, Tree, parallel_state
 
 Root = Callable[[str], Path]
+ALL_CP = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 PIPELINE = "sglang/srt/arg_groups/pipeline.py"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
@@ -251,6 +251,8 @@ BAD: dict[str, Any] = {
     **{name: True for name, value in GOOD.items() if value is False},
 }
 ENVIRONMENT = {"SGLANG_ENABLE_CP_V2": True, "SGLANG_SHARED_EXPERT_TP1": False, "SGLANG_USE_AG_AFTER_QLORA": False}
+# What the checks of the patches on top of this one look at too.
+ABOVE = {"disaggregation_transfer_backend": "mooncake", "chunked_prefill_size": 16384, "page_size": 64}
 
 
 def start(
@@ -262,18 +264,16 @@ def start(
     platform: str = "",
 ) -> None:
     """Run the tree's own resolution pipeline on arguments that are resolved already, up to its end."""
-    fields = {**GOOD, **(changed or {}), "model_path": "m", "device": "cuda", "chunked_prefill_size": 8192}
+    fields = {**GOOD, **ABOVE, **(changed or {}), "model_path": "m", "device": "cuda"}
     graph = SimpleNamespace(prefill=SimpleNamespace(backend=graphs))
     record = dataclasses.make_dataclass("Args", [(name, Any, None) for name in (*fields, "cuda_graph_config")])
     args: Any = record(**fields, cuda_graph_config=graph)
-    names = {node.module for node in ast.walk(ast.parse((tree.root / PIPELINE).read_bytes()))
-             if isinstance(node, ast.ImportFrom) and node.module and ".research" not in node.module}  # fmt: skip
-    known: dict[str, ModuleType] = {name: Anything(name) for name in names - {"__future__", "typing"}}
+    known = blanks(tree.root, PIPELINE)
     model = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
     answers: dict[str, Callable[[Any], Any]] = {name: lambda args: args for name in ("resolved_view", "resolving_view")}
     vars(known[f"{SRT}.arg_groups.overrides"]).update(model_config_of=lambda args: model, **answers)
     switches = {name: SimpleNamespace(get=lambda value=value: value) for name, value in
-                {**ENVIRONMENT, **(environment or {})}.items()}  # fmt: skip
+                {ALL_CP: False, **ENVIRONMENT, **(environment or {})}.items()}  # fmt: skip
     known[f"{SRT}.environ"] = stub(f"{SRT}.environ", envs=SimpleNamespace(**switches))
     machine = SimpleNamespace(**{f"is_{name}": name == platform for name in ("hip", "npu", "xpu")})
     known[f"{SRT}.runtime_context"] = stub(f"{SRT}.runtime_context", get_platform=lambda: machine)
