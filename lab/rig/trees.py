@@ -12,6 +12,8 @@ from pathlib import Path
 
 from lab.rig import cache, environment
 from lab.rig.errors import RigError
+from lab.rig.standins import patches
+from lab.rig.standins.errors import StandInConflict
 from lab.rig.tree import RELEASES, REPOSITORY, Tree, find, recognise
 
 Say = Callable[[str], None]
@@ -83,6 +85,18 @@ def patched(role: str, say: Say = lambda text: None) -> Path:
     return cache.ensure(f"trees/patched-{RELEASES[role]}", digest, build, NEEDED)
 
 
+def see_patches(role: str, root: Path, say: Say = lambda text: None) -> None:
+    """Refuse a tree in which a stand-in would take the place of a function that was patched.
+
+    Raises:
+        RigError: kind ``stand-in``, naming every such stand-in.
+    """
+    try:
+        patches.check(role, stock(role, say), root)
+    except StandInConflict as error:
+        raise RigError("stand-in", str(error)) from error
+
+
 def gather(
     named: Mapping[tuple[str, str], Path | None],
     wanted: set[tuple[str, str]],
@@ -98,7 +112,7 @@ def gather(
         any_level: run the named trees at whatever level they stand, in a stock engine's place too.
 
     Raises:
-        RigError: kinds ``tree``, ``drift``, ``apply``.
+        RigError: kinds ``tree``, ``drift``, ``apply``, ``stand-in``.
     """
     found: dict[tuple[str, str], Tree] = {}
     for role, kind in sorted(wanted):
@@ -109,6 +123,8 @@ def gather(
         level = recognise(tree, allow_drift)
         if kind == "stock" and level != "base" and not (any_level or allow_drift):
             raise RigError("drift", f"{path} is to be the stock {role} tree but stands at {level}")
+        if level != "base":
+            see_patches(role, tree.root, say)
         say(f"{role} {kind}: {tree.root} is sglang {tree.version}, {level}")
         found[role, kind] = tree
     return found

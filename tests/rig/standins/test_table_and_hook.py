@@ -395,21 +395,16 @@ if LIMIT:
 """
 
 
-def _diff(changed: str) -> str:
-    """A unified diff from the base to ``changed``, as the bundle's patches have it, header lines included."""
-    import difflib
-
-    lines = difflib.unified_diff(
-        _BASE.splitlines(keepends=True), changed.splitlines(keepends=True), "a/sglang/m.py", "b/sglang/m.py"
-    )
-    return "Description: text\n\ndiff --git a/sglang/m.py b/sglang/m.py\n" + "".join(lines)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
         ("    y = x\n", "    y = x + 1\n", {"first"}),
-        ("    return y\n", "    return y\n    # end\n", {"first"}),
+        ("    return y\n", "    return y\n    # end\n", set()),
+        ("    return y\n", "    return y\n    put = 1\n", {"first"}),
+        ("class Box:", "class Box(dict):", {"Box"}),
+        ("    size = 1\n", "    size = 1\n    call()\n", {"Box"}),
+        ("    def get(self):\n        return self.x\n", "", {"Box.get"}),
+        ("LIMIT = 4\n", "LIMIT = 4\n\n\ndef new():\n    return first\n", set()),
         ("@decorated\n", "@decorated\n@again\n", {"first"}),
         ("@decorated\n", "", {"first"}),
         ("        self.x = x\n", "        self.x = -x\n", {"Box.put"}),
@@ -422,48 +417,25 @@ def _diff(changed: str) -> str:
 )
 def test_a_change_belongs_to_the_function_that_holds_it(old: str, new: str, expected: set[str]) -> None:
     assert _BASE.count(old) == 1
-    found = patches.touched(_diff(_BASE.replace(old, new)), lambda path: _BASE)
-    assert found == {("sglang/m.py", name) for name in expected}
-
-
-def test_new_files_and_other_languages_touch_nothing() -> None:
-    new = "--- /dev/null\n+++ b/sglang/new.py\n@@ -0,0 +1,1 @@\n+x = 1\n"
-    other = "--- a/notes.md\n+++ b/notes.md\n@@ -1,1 +1,1 @@\n-x\n+y\n"
-
-    def read(path: str) -> str:
-        raise FileNotFoundError(path)
-
-    assert patches.touched(new + other, read) == set()
-
-
-def test_a_removed_line_that_looks_like_a_header_is_a_removed_line() -> None:
-    base = "def f():\n    x = 1\n-- gone\n"
-    diff = "--- a/m.py\n+++ b/m.py\n@@ -1,3 +1,2 @@\n def f():\n     x = 1\n--- gone\n"
-    assert list(patches._changed(diff)) == [("m.py", {(3, 3)})]
-    assert base
-
-
-def _bundle(folder: Path, role: str) -> tuple[Path, Path]:
-    """A base with one module of the table, and a patch of one function in it."""
-    base = folder / "base"
-    file = base / "sglang" / "srt" / "speculative" / "eagle_utils.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("def default_tree_mask_mode():\n    return 1\n\n\ndef other():\n    return 2\n")
-    where = folder / "patches" / "recovery" / role
-    where.mkdir(parents=True)
-    return folder / "patches", base
+    assert patches.touched(_BASE, _BASE.replace(old, new)) == expected
 
 
 def test_a_stand_in_that_hides_a_patch_is_refused_and_a_neighbour_is_not(tmp_path: Path) -> None:
-    folder, base = _bundle(tmp_path, "decode")
-    head = "--- a/sglang/srt/speculative/eagle_utils.py\n+++ b/sglang/srt/speculative/eagle_utils.py\n"
-    patch = folder / "recovery" / "decode" / "one.patch"
-    patch.write_text(head + "@@ -5,2 +5,2 @@\n def other():\n-    return 2\n+    return 3\n")
-    patches.check(folder, "decode", base)
-    patch.write_text(head + "@@ -1,2 +1,2 @@\n def default_tree_mask_mode():\n-    return 1\n+    return 3\n")
+    module = Path("sglang/srt/speculative/eagle_utils.py")
+    text = "def default_tree_mask_mode():\n    return 1\n\n\ndef other():\n    return 2\n"
+
+    def tree(name: str, content: str) -> Path:
+        file = tmp_path / name / module
+        file.parent.mkdir(parents=True)
+        file.write_text(content)
+        return tmp_path / name
+
+    stock = tree("stock", text)
+    patches.check("decode", stock, tree("neighbour", text.replace("return 2", "return 3")))
     with pytest.raises(StandInConflict, match="default_tree_mask_mode is a stand-in"):
-        patches.check(folder, "decode", base)
-    patches.check(folder, "prefill", base)
+        patches.check("decode", stock, tree("hidden", text.replace("return 1", "return 3")))
+    with pytest.raises(StandInConflict, match="default_tree_mask_mode is a stand-in"):
+        patches.check("prefill", stock, tmp_path / "gone")
 
 
 def test_a_package_that_moved_its_body_into_init_is_found_too() -> None:
