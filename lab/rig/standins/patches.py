@@ -25,17 +25,12 @@ def _bodies(text: str) -> dict[str, list[str]]:
 
     def inside(prefix: str, body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
         for name, node in definitions(body):
+            parts: list[ast.AST] = [node]
             if isinstance(node, ast.ClassDef):
                 own = list(inside(f"{prefix}{name}.", node.body))
-                node = ast.ClassDef(
-                    name=node.name,
-                    bases=node.bases,
-                    keywords=node.keywords,
-                    body=[one for one in node.body if one not in own],
-                    decorator_list=node.decorator_list,
-                    type_params=[],
-                )
-            found.setdefault(prefix + name, []).append(ast.dump(node))
+                rest = [one for one in node.body if one not in own]
+                parts = [*node.bases, *node.keywords, *node.decorator_list, *rest]
+            found.setdefault(prefix + name, []).append(" ".join(map(ast.dump, parts)))
             yield node
 
     list(inside("", ast.parse(text).body))
