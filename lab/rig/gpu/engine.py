@@ -80,6 +80,7 @@ SPECULATION = (
 LENGTHS = (40, 2_049, 5_000, 60_000, 100_000)
 # What is compiled at run time lies here, below the home folder.
 COMPILED = (".cache/deep_gemm", ".cache/flashinfer", ".cache/tvm-ffi", ".triton")
+# Of the decode gates these two start in one process; the others need a prefill engine beside it.
 EXACT = {"SGLANG_RESEARCH_EXACT_TOPK": "1"}
 # The reference sorts, and counting reads numbers back: neither belongs into a CUDA graph.
 EAGER = ("--disable-cuda-graph",)
@@ -115,6 +116,13 @@ VARIANTS = (
         "patched",
         (*SPECULATION, *EAGER),
         {**EXACT, "PATCHBUNDLE_RIG_TOPK": "reference"},
+        "exact speculative",
+    ),
+    Variant(
+        "gates speculative",
+        "patched",
+        SPECULATION,
+        {**EXACT, "SGLANG_RESEARCH_DCP_RETRACT": "1"},
         "exact speculative",
     ),
     Variant("stock watched", "patched", EAGER, {"PATCHBUNDLE_RIG_TOPK": "watch"}),
