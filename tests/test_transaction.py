@@ -1,4 +1,4 @@
-"""A transaction is all or nothing: killed, or failed, at every call on the file system, and again while recovering.
+"""A transaction is all or nothing, and says what it did. Where it is killed or failed at every call: test_faults.
 
 ``small`` is a transaction with every kind of step: a file changed, one made in new folders, one removed, a
 source, a receipt and RECORD changed, stale bytecode dropped. Old and new are compared path by path: bytes, exact
@@ -160,19 +160,6 @@ def dying_at(number: int) -> type[Disk]:
     return Dying
 
 
-def failing_at(number: int, code: int, *, on: bool = False) -> type[Disk]:
-    """A disk that fails that call, and with ``on`` every later one too."""
-    count = 0
-
-    def before(_: Disk, name: str, path: str) -> None:
-        nonlocal count
-        count += 1
-        if count == number or (on and count > number):
-            raise OSError(code, os.strerror(code), path)
-
-    return hooked(before)
-
-
 def die(scene: Scene, direction: str, number: int) -> None:
     scene.start(direction)
     with pytest.raises(Killed):
@@ -182,28 +169,6 @@ def die(scene: Scene, direction: str, number: int) -> None:
 def test_the_small_transaction_has_every_kind_of_call(small: Scene) -> None:
     names = {name for direction in DIRECTIONS for name, _ in calls(small, direction)}
     assert names >= {"flock", "open", "write", "chmod", "fsync", "rename", "link", "mkdir", "unlink", "rmdir"}
-
-
-@pytest.mark.parametrize("back", [False, True], ids=["on", "back"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_killed_at_any_call_it_is_old_or_new_after_recovery(small: Scene, direction: str, back: bool) -> None:
-    total = len(calls(small, direction))
-    assert total > 60
-    ends = []
-    for number in range(1, total + 1):
-        die(small, direction, number)
-        try:
-            state = small.recover(back)
-        except BundleError as error:
-            assert error.reason is Reason.PAST_RETURN
-            assert back
-            state = small.recover(False)
-        found = small.where(direction)
-        assert state in (found, "clean"), number
-        ends.append(found)
-    # All old until some call, all new after it: there is one point of no return.
-    assert ends == sorted(ends, key=["old", "new"].index)
-    assert {"old", "new"} == set(ends)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -218,42 +183,6 @@ def test_killed_at_any_call_every_verb_says_so_and_writes_nothing(small: Scene, 
         if pending:
             assert trees.run(small.toy, direction, "--root", small.tree).code == Exit.RECOVERY_NEEDED
         assert trees.snapshot(small.tree) == before
-
-
-def middles(scene: Scene, direction: str) -> Iterator[int]:
-    """Calls at which to kill, so that recovery has each kind of work: prepare, commit with all, some, no step made,
-    and finish."""
-    made = calls(scene, direction)
-    journals = [at for at, (name, path) in enumerate(made, 1) if name == "rename" and path == journal.NAME]
-    steps = [at for at, (name, path) in enumerate(made, 1) if at > journals[1] and name in ("rename", "unlink")]
-    yield journals[1] - 1
-    yield journals[1] + 1
-    yield steps[len(steps) // 3]
-    yield journals[2] - 1
-    yield journals[2] + 2
-
-
-@pytest.mark.parametrize("back", [False, True], ids=["on", "back"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_recovery_killed_at_any_call_is_recovered_in_turn(
-    small: Scene, direction: str, back: bool, tmp_path: Path
-) -> None:
-    for middle, at in enumerate(list(middles(small, direction))):
-        die(small, direction, at)
-        image = tmp_path / str(middle)
-        shutil.copytree(small.tree, image, symlinks=True)
-        try:
-            total = len(calls(small, direction, "recover", back))
-        except BundleError as error:
-            assert error.reason is Reason.PAST_RETURN
-            continue
-        for number in range(1, total + 1):
-            small.copy(image)
-            with pytest.raises(Killed):
-                forked(lambda number=number: small.recover(back, dying_at(number)))  # type: ignore[misc]
-            # A plain recover always ends it, whichever way the killed one went.
-            state = small.recover(False)
-            assert state in (small.where(direction), "clean")
 
 
 def test_recovery_from_every_state_that_kills_can_ever_reach(tmp_path: Path) -> None:
@@ -321,9 +250,6 @@ def thaw(image: Image, root: Path) -> None:
         path.chmod(stat.S_IMODE(mode))
 
 
-ERRORS = (errno.ENOSPC, errno.EACCES, errno.EIO, errno.EPERM, errno.EROFS, errno.EDQUOT)
-
-
 def settle(scene: Scene, direction: str, error: BundleError, number: int) -> str:
     """After a refusal: undone, or exit code 4 and then recovered."""
     if error.exit_code == Exit.RECOVERY_NEEDED:
@@ -334,56 +260,6 @@ def settle(scene: Scene, direction: str, error: BundleError, number: int) -> str
         assert "everything was undone" in str(error) or error.reason != Reason.STOPPED
         assert scene.where(direction) == "old", number
     return scene.where(direction)
-
-
-@pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_each_call_failing_once_is_undone_or_recovered(small: Scene, direction: str, code: int) -> None:
-    made = calls(small, direction)
-    for number, (name, path) in enumerate(made, 1):
-        small.start(direction)
-        try:
-            outcome = small.change(direction, failing_at(number, code))
-        except OSError:
-            assert name == "flock"
-            assert small.where(direction) == "old"
-        except BundleError as error:
-            settle(small, direction, error, number)
-        else:
-            # A file system without hard links is copied on; a cache that stays is said; what had already vanished had.
-            assert name == "link" or outcome.warnings or (name == "unlink" and "journal" in path), (number, name, path)
-            assert small.where(direction) == "new"
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_each_call_and_all_after_it_failing_is_recovered_once_the_cause_is_gone(
-    small: Scene, direction: str, code: int
-) -> None:
-    for number in range(2, len(calls(small, direction)) + 1):
-        small.start(direction)
-        with pytest.raises(BundleError) as caught:
-            small.change(direction, failing_at(number, code, on=True))
-        settle(small, direction, caught.value, number)
-
-
-@pytest.mark.parametrize("back", [False, True], ids=["on", "back"])
-def test_recovery_with_each_call_failing_is_recovered_in_turn(small: Scene, back: bool, tmp_path: Path) -> None:
-    for at in list(middles(small, "apply"))[:4]:
-        die(small, "apply", at)
-        image = trees.fresh(tmp_path / "image") / "tree"
-        shutil.copytree(small.tree, image, symlinks=True)
-        total = len(calls(small, "apply", "recover", back))
-        for number in range(1, total + 1):
-            small.copy(image)
-            try:
-                small.recover(back, failing_at(number, errno.EIO))
-            except BundleError as error:
-                assert error.exit_code == Exit.RECOVERY_NEEDED
-                small.recover(False)
-            except OSError:
-                pytest.fail("recover must refuse with exit code 4")
-            small.where("apply")
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSPC], ids=errno.errorcode.get)
@@ -613,58 +489,6 @@ def test_somebody_elses_file_in_a_new_folder_does_not_stop_recovery(small: Scene
     assert (small.tree / toys.HOME / "theirs.txt").read_bytes() == b"theirs"
     assert trees.run(small.toy, "recover", "--root", small.tree).code == Exit.NOTHING_TO_DO
     assert toys.HOME in trees.run(small.toy, "status", "--root", small.tree).out
-
-
-def test_everything_is_on_the_disk_before_the_journal_says_so(small: Scene) -> None:
-    """New bytes, backups and the names of both are synchronised before "commit"; the renames before "finish"."""
-    for direction in DIRECTIONS:
-        made = calls(small, direction)
-        journals = [at for at, call in enumerate(made) if call == ("rename", journal.NAME)]
-        assert len(journals) == 3
-        staged = {path for name, path in made[: journals[1]] if name == "open" and path.endswith(".new")}
-        for path in staged:
-            last = max(at for at, call in enumerate(made) if call in (("write", path), ("chmod", path)))
-            assert ("fsync", path) in made[last : journals[1] if "journal" not in path else len(made)]
-        for before, after in ((journals[0], journals[1]), (journals[1], journals[2])):
-            touched = {
-                path.rpartition("/")[0] or "."
-                for name, path in made[before + 1 : after]
-                if name in ("rename", "link", "mkdir", "unlink") and "journal" not in path
-            }
-            for folder in touched:
-                at = [place for place, call in enumerate(made) if call == ("fsync", folder) and before < place < after]
-                last = max(
-                    place
-                    for place, (name, path) in enumerate(made[:after])
-                    if name in ("rename", "link", "mkdir", "unlink") and (path.rpartition("/")[0] or ".") == folder
-                    if "journal" not in path
-                )
-                assert at
-                assert max(at) > last, folder
-        # The journal goes last of all.
-        assert [call for call in made if call[0] != "fsync"][-1] == ("unlink", journal.NAME)
-        assert made[-1] == ("fsync", ".")
-
-
-def assert_journals_are_on_the_disk(made: list[tuple[str, str]]) -> None:
-    """A journal's bytes are synchronised before it gets its name, and its name before anything relies on it."""
-    for at, call in enumerate(made):
-        if call == ("rename", journal.NAME):
-            written = max(place for place, before in enumerate(made[:at]) if before == ("write", journal.BESIDE))
-            assert ("fsync", journal.BESIDE) in made[written:at]
-            assert made[at + 1] == ("fsync", "."), made[at + 1]
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_journal_is_on_the_disk_before_anything_that_it_allows(small: Scene, direction: str) -> None:
-    made = calls(small, direction)
-    assert made.count(("rename", journal.NAME)) == 3
-    assert_journals_are_on_the_disk(made)
-    for at in list(middles(small, direction)):
-        for back in (False, True):
-            die(small, direction, at)
-            with contextlib.suppress(BundleError):
-                assert_journals_are_on_the_disk(calls(small, direction, "recover", back))
 
 
 def test_a_file_that_is_replaced_whole_is_on_the_disk_with_its_name(tmp_path: Path) -> None:

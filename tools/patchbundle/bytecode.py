@@ -53,6 +53,9 @@ def find(tree: Tree, modules: Iterable[str], mirrors: Iterable[Path] = ()) -> li
     """The compiled files of ``modules``: beside them, and in each folder that mirrors the tree for bytecode.
 
     A folder of caches that may not be looked into is one result, of kind "closed".
+
+    Raises:
+        BundleError: UNREADABLE, if a folder cannot be read for another reason.
     """
     sources = [module for module in modules if module.endswith(".py")]
     found: list[Cache] = []
@@ -89,7 +92,10 @@ def _in_folder(tree: Tree, folder: str, module: str) -> Iterator[Cache]:
             yield Cache(tree.root, folder, module, "link")
             return
         listing = tree.listing(folder)
-    except BundleError:
+    except BundleError as error:
+        # A disk that fails for a moment is no closed folder: what hides a change may lie in it.
+        if not isinstance(error.__cause__, PermissionError):
+            raise
         yield Cache(tree.root, folder, module, "closed")
         return
     for name, kind in sorted(listing.items()):

@@ -513,8 +513,7 @@ def _roll_back(disk: Disk, log: Journal, steps: Iterable[Step]) -> None:
             disk.rename(step.backup, step.path)
         else:
             disk.unlink(step.path)
-    for folder in _folders(disk, log):
-        disk.sync_folder(folder)
+    # No fsync here: whichever of these renames a loss of power loses, recovery finds what it needs for one direction.
     _drop_caches(disk, log)
     _clear(disk, log)
 
@@ -544,9 +543,28 @@ def _remove_journal(disk: Disk, log: Journal) -> None:
     # The folders first: the journal may only vanish after all that it speaks of has.
     for folder in _folders(disk, log):
         disk.sync_folder(folder)
+    _sync_caches(disk, log)
     with contextlib.suppress(FileNotFoundError):
         disk.unlink(journal.NAME)
     disk.sync_folder("")
+
+
+def _sync_caches(disk: Disk, log: Journal) -> None:
+    """Bytecode that comes back after a loss of power could hide the change; whichever run it was that dropped it."""
+    folders = sorted({step.path.rpartition("/")[0] for step in log.steps if step.path.endswith(".py")})
+    _sync_those_there(disk, [f"{folder}/__pycache__".lstrip("/") for folder in folders])
+    for mirror in log.mirrors:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            with type(disk)(Path(mirror)) as other:
+                _sync_those_there(other, folders)
+
+
+def _sync_those_there(disk: Disk, folders: Iterable[str]) -> None:
+    for folder in folders:
+        # One that is closed to us holds nothing that we removed.
+        with contextlib.suppress(PermissionError):
+            if _is_there(disk, folder):
+                disk.sync_folder(folder)
 
 
 def _obstacle(disk: Disk, log: Journal, back: bool) -> BundleError | None:
