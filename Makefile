@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
 
-.PHONY: help roundtrip test router router-release test-router soak rig-env rig rig-full test-engine gpu-pack gpu-engine bench lint format pin system-deps clean clean-cache
+.PHONY: help roundtrip test test-faults router router-release test-router soak rig-env rig rig-full test-engine gpu-pack gpu-engine bench lint format pin system-deps clean clean-cache
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -25,6 +25,9 @@ router: $(VENV)/test.stamp ## build the router, stock and patched, from the pinn
 
 router-release: $(VENV)/test.stamp ## the same, optimised
 	$(BIN)/python -m lab.router.build --profile release
+
+test-faults: $(VENV)/test.stamp ## every series on its real base: killed, failed, and its power lost, at every call
+	PYTHONPATH=tools $(BIN)/python -m lab.faults
 
 test-router: router ## both built routers against scripted servers on 127.0.0.1
 	$(BIN)/python -m pytest -m router

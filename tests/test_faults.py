@@ -8,15 +8,16 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lab.faults import calls, power
 from lab.faults.calls import Call, Count, Fail, Kill, visited
-from lab.faults.power import KEPT, LOST, Change, Log, Losses, Site
+from lab.faults.power import KEPT, LOST, Log, Losses, Site
 from lab.faults.scene import DIRECTIONS, Scene, image_of, lay
 from lab.faults.sweep import KINDS, Sweep, swept
 from patchbundle import journal, manifest, transaction
@@ -182,15 +183,20 @@ def losses(scene: Scene, without: Site | None = None) -> Losses:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_after_a_loss_of_power_at_any_call_recovery_ends_old_or_new(scene: Scene, direction: str) -> None:
+def test_after_a_loss_of_power_at_any_call_recovery_ends_old_or_new(
+    scene: Scene, direction: str, record_property: Callable[[str, object], None]
+) -> None:
     found = losses(scene)
     found.check(direction)
-    print(f"{direction}: {found.choices} choices, {found.states} trees, up to {found.bound} choices at a moment")
+    for name in ("bound", "choices", "states"):
+        record_property(name, getattr(found, name))
     assert found.states > 500
     assert found.choices > found.states
 
 
-@pytest.mark.parametrize(("site", "words"), power.syncs(), ids=[words for _, words in power.syncs()])
+@pytest.mark.parametrize(
+    ("site", "words"), power.syncs(), ids=[f"{site.function}-{words}" for site, words in power.syncs()]
+)
 def test_each_fsync_is_needed(scene: Scene, site: Site, words: str) -> None:
     def both_ways() -> None:
         for direction in DIRECTIONS:
@@ -198,6 +204,15 @@ def test_each_fsync_is_needed(scene: Scene, site: Site, words: str) -> None:
 
     with pytest.raises(AssertionError, match="power lost"):
         both_ways()
+
+
+def test_the_table_of_fsyncs_in_the_docs_has_each_of_them() -> None:
+    text = (trees.REPOSITORY / "docs/proof.md").read_text(encoding="utf-8").split("### Each fsync\n")[1]
+    rows = [row.strip("| ").split(" | ")[:2] for row in text.split("\n## ")[0].splitlines() if row.startswith("| `")]
+    documented = sorted((re.sub(r"…|, .*", "", words.strip("`")), place.strip("`")) for words, place in rows)
+    assert documented == sorted((re.sub(r", .*", "", words), site.function) for site, words in power.syncs()), (
+        documented
+    )
 
 
 def recorded(root: Path, *names: str) -> Log:

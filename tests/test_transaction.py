@@ -7,7 +7,6 @@ modes, owners, folders. Bytecode is left out of that: a cache that is missing ch
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shlex

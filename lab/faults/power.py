@@ -76,14 +76,12 @@ class Inode:
 
 @dataclass(frozen=True)
 class Site:
-    """A call in the source of our package: a file and its lines, from 1."""
+    """A call in the source of our package: the function that it stands in, a file and its lines, from 1."""
 
+    function: str
     file: str
     first: int
     last: int
-
-    def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.first}"
 
     def is_above(self) -> bool:
         """Whether whoever asks was called from here."""
@@ -99,9 +97,12 @@ def syncs() -> list[tuple[Site, str]]:
     """Every call in the package that synchronises something, with its source: whatever has "sync" in its name."""
     found = []
     for path in sorted(Path(disk.__file__).parent.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Call) and "sync" in ast.unparse(node.func).rpartition(".")[2]:
-                found.append((Site(str(path), node.lineno, node.end_lineno or node.lineno), ast.unparse(node)))
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+        for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and "sync" in ast.unparse(node.func).rpartition(".")[2]:
+                    place = (f"{path.stem}.{function.name}", str(path), node.lineno, node.end_lineno or node.lineno)
+                    found.append((Site(*place), ast.unparse(node)))
     return found
 
 
