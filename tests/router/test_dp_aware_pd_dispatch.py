@@ -93,15 +93,16 @@ def test_default_thresholds_keep_a_shared_prefix_on_one_rank(bench: Any) -> None
     assert one.run(one.settle())[1] == (0, 0)
 
 
-def test_evaluation_thresholds_give_every_rank_eight_in_twenty_of_twenty_bursts(bench: Any) -> None:
+@pytest.mark.parametrize("size", [20, 32])
+def test_evaluation_thresholds_give_every_rank_its_share_in_twenty_of_twenty_bursts(bench: Any, size: int) -> None:
     one = ranked(bench, EVENLY)
     spreads = []
     for _ in range(20):
         # A request that ended before the last has come would rightly unbalance the rest.
-        one.run(one.script(p_delay=0.05, d_hold=32, d_first=0.05, d_tokens=2))
-        spreads.append(one.run(burst(one, True))[0])
+        one.run(one.script(p_delay=0.05, d_hold=size, d_first=0.05, d_tokens=2))
+        spreads.append(one.run(burst(one, True, size))[0])
         assert one.run(one.settle(10.0))[1] == (0, 0)
-    assert spreads == [[8, 8, 8, 8]] * 20
+    assert spreads == [[size // 4] * 4] * 20
 
 
 def test_flush_loads_and_metrics_reach_the_server_itself(bench: Any) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import signal
 import statistics
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -125,8 +127,43 @@ async def open_breakers(bench: Bench) -> set[str]:
     return found
 
 
-# Delay and lag of the machine for each failure, in seconds.
-DELAYS: list[tuple[float, float]] = []
+async def blames(bench: Bench) -> tuple[float, float]:
+    """Failures that the router's breakers hold against its P and its D workers so far."""
+    found = []
+    for ports in (bench.prefill_ports, bench.decode_ports):
+        counts = [await bench.metric("smg_worker_cb_outcomes_total", f":{port}", '"failure"') for port in ports]
+        found.append(sum(counts))
+    return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class Delay:
+    """One failure: seconds from P's report to the client's error and to D's abort, and the machine's own lag."""
+
+    mode: str
+    client: float
+    abort: float
+    lag: float
+
+
+DELAYS: list[Delay] = []
+
+
+def table(delays: list[Delay]) -> str:
+    """A line for each kind of failure: how often, and median and worst of both times, in milliseconds."""
+    lines = [
+        f"{'P fails with':16} {'n':>2} {'client median':>14} {'worst':>7} {'D abort median':>15} {'worst':>7}  (ms)"
+    ]
+    for mode in (*dict.fromkeys(delay.mode for delay in delays), "all"):
+        client, abort = (
+            sorted(getattr(delay, name) * 1e3 for delay in delays if mode in (delay.mode, "all"))
+            for name in ("client", "abort")
+        )
+        lines.append(
+            f"{mode:16} {len(client):>2} {statistics.median(client):>14.1f} {client[-1]:>7.1f}"
+            f" {statistics.median(abort):>15.1f} {abort[-1]:>7.1f}"
+        )
+    return "\n".join(lines)
 
 
 def worst(one: Bench, before: float) -> float:
@@ -145,28 +182,29 @@ class TestFailuresOfP:
     ) -> None:
         one: Bench = bench("patched", ON)
         one.run(one.script(p_mode=mode, p_delay=0.25, d_headers_early=early))
-        lag = one.run(one.lag())
+        lag, before = one.run(one.lag()), one.run(blames(one))
         answer = one.run(one.ask(chat(stream), seconds=10))
         seen, loads = one.run(one.settle(5.0))
         delay, most = delay_of(answer, seen), worst(one, lag)
-        DELAYS.append((delay, lag))
-        assert delay <= most
         assert answer.status == STATUS.get(mode, 502) and not answer.error
         assert answer.headers["content-type"] == "application/json"
         assert int(answer.headers["content-length"]) == len(answer.body)
         error = json.loads(answer.body)["error"]
         assert error["code"].startswith("prefill_") and error["message"]
         assert (seen.count("P.recv"), seen.count("D.recv"), seen.count("D.abort")) == (1, 1, 1)
-        assert float(seen.events("D.abort")[0]["t"]) - float(seen.events("P.report")[0]["t"]) <= most
+        abort = float(seen.events("D.abort")[0]["t"]) - float(seen.events("P.report")[0]["t"])
+        DELAYS.append(Delay(mode, delay, abort, lag))
+        assert delay <= most and abort <= most
         assert loads == (0, 0) and seen.busy == 0
+        after = one.run(blames(one))
+        assert (after[0] - before[0], after[1] - before[1]) == (float(answer.status >= 500), 0.0)
 
     def test_half_of_them_have_it_within_50_ms(self) -> None:
         if len(DELAYS) < len(REPORTED):
             pytest.skip("needs the delays that the tests above have measured")
-        delay, lag = (statistics.median(column) for column in zip(*DELAYS, strict=True))
-        longest = max(delay for delay, _ in DELAYS)
-        print(f"{len(DELAYS)} failures: median {delay:.4f} s, worst {longest:.4f} s; lag of the machine {lag:.4f} s")
-        assert delay <= MEDIAN + 5 * lag
+        print(f"\n{table(DELAYS)}")
+        lag = statistics.median(delay.lag for delay in DELAYS)
+        assert statistics.median(delay.client for delay in DELAYS) <= MEDIAN + 5 * lag
 
     @STREAMS
     @EARLY
@@ -179,6 +217,26 @@ class TestFailuresOfP:
         seen, loads = one.run(one.settle(5.0))
         assert answer.status == 504 and 0.5 <= answer.seconds <= 0.5 + worst(one, lag)
         assert (seen.count("P.abort"), seen.count("D.abort")) == (1, 1) and loads == (0, 0)
+
+    @pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
+    def test_a_killed_p_is_a_failure_like_any_other(self, built: dict[str, Result], early: bool) -> None:
+        with Bench(built["patched"], environment=ON, decodes=1, apart=True) as one:
+            one.run(one.script(p_delay=30.0, d_headers_early=early))
+
+            async def killed() -> tuple[Answer, float]:
+                asked = asyncio.create_task(one.ask(chat(True), seconds=20))
+                while not (await one.seen()).count("P.recv"):
+                    await asyncio.sleep(0.02)
+                one.server_processes[0].send_signal(signal.SIGKILL)
+                at = time.monotonic()
+                return await asked, at
+
+            lag = one.run(one.lag())
+            answer, at = one.run(killed())
+            assert answer.status == 502 and json.loads(answer.body)["error"]["code"].startswith("prefill_")
+            assert answer.ended - at <= worst(one, lag)
+            seen, loads = one.run(one.settle(5.0))
+            assert (seen.count("D.abort"), seen.busy, loads) == (1, 0, (0, 0))
 
     def test_a_slow_answer_of_p_within_the_deadline_is_fine_and_d_may_take_longer(self, bench: Any) -> None:
         one: Bench = bench("patched", TIMED)
