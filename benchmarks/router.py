@@ -1,9 +1,11 @@
 """What the router costs: requests per second and latency of direct, stock and patched, over 1 to 256 connections.
 
-The servers answer at once, so what is measured is the way through the router. Every round measures all cases one after
-the other on the same servers' script, and a ratio is always taken within a round: a machine that is slow for a minute
-slows all cases. The client and the servers are Python; on two cores they are a large part of every number, and the
-ratios are what counts. Build with ``--profile release`` for figures about a deployment.
+The servers answer at once, so what is measured is the way through the router. Every round measures all cases in turns
+of a second or less on the same servers' script, and a ratio is always taken within a round: a machine that is slow for
+a while slows all cases. The client and the servers are Python; on two cores they are a large part of every number, and
+the ratios are what counts. Build with ``--profile release`` for figures about a deployment.
+
+Run: ``python -m benchmarks.router``
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import click
 
+from benchmarks.report import Row, show
 from lab.router.build import BUNDLE_OPTION, Builder, BuildError
 from lab.router.harness import EVEN, ONE_SHOT, Bench, chat
 from patchbundle.errors import BundleError
@@ -33,33 +37,47 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "both gates": ("patched", LOAD | {"SMG_PD_STRICT_ACK": "1"}),
 }
 CONNECTIONS = (1, 4, 16, 64, 256)
+# What the patches may cost, as the median over the rounds.
+BOUNDS = {"per_second": ">= 0.98", "p99_ms": "<= 1.05"}
 Ask = Callable[[aiohttp.ClientSession], Awaitable[bool]]
 
 
-async def measure(ask: Ask, connections: int, seconds: float) -> dict[str, float]:
-    """Ask over some connections for some seconds: requests per second, and the median and the 99th percentile in ms."""
-    times: list[float] = []
+@dataclass
+class Sample:
+    """What one case brought in one round: seconds of each request, and seconds of all its turns."""
+
+    times: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Requests, requests per second, and the median and the 99th percentile in milliseconds."""
+        ordered = sorted(self.times)
+        return {
+            "requests": len(ordered),
+            "per_second": len(ordered) / self.seconds,
+            "p50_ms": statistics.median(ordered) * 1e3,
+            "p99_ms": ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] * 1e3,
+        }
+
+
+async def measure(ask: Ask, connections: int, seconds: float, sample: Sample) -> None:
+    """Ask over some connections for some seconds, and add what that took to ``sample``."""
     failed = 0
-    until = time.perf_counter() + seconds
+    begin = time.perf_counter()
+    until = begin + seconds
 
     async def client(session: aiohttp.ClientSession) -> None:
         nonlocal failed
-        while (begin := time.perf_counter()) < until:
+        while (asked := time.perf_counter()) < until:
             failed += not await ask(session)
-            times.append(time.perf_counter() - begin)
+            sample.times.append(time.perf_counter() - asked)
 
-    begin = time.perf_counter()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(client(session) for _ in range(connections)))
+    sample.seconds += time.perf_counter() - begin
     if failed:
-        raise click.ClickException(f"{failed} of {len(times)} requests failed; nothing is measured")
-    ordered = sorted(times)
-    return {
-        "requests": len(ordered),
-        "per_second": len(ordered) / (time.perf_counter() - begin),
-        "p50_ms": statistics.median(ordered) * 1e3,
-        "p99_ms": ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] * 1e3,
-    }
+        raise click.ClickException(f"{failed} of {len(sample.times)} requests failed; nothing is measured")
 
 
 def through(bench: Bench, stream: bool) -> Ask:
@@ -94,12 +112,16 @@ def past(bench: Bench, stream: bool) -> Ask:
 @click.command()
 @BUNDLE_OPTION
 @click.option("--rounds", type=int, default=3, show_default=True)
-@click.option("--seconds", type=float, default=3.0, show_default=True, help="Of one measurement.")
+@click.option("--seconds", type=float, default=6.0, show_default=True, help="Of one case in one round.")
+@click.option("--turns", type=int, default=8, show_default=True, help="In so many pieces, the cases taking turns.")
 @click.option("--profile", type=click.Choice(["dev", "release"]), default="dev", show_default=True)
 @click.option("--stream/--no-stream", default=True, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a measurement.")
-def main(root: Path, rounds: int, seconds: float, profile: str, stream: bool, as_json: bool) -> None:
-    """Measure and print a row for each case, number of connections and round, with its ratio to stock in that round."""
+def main(root: Path, rounds: int, seconds: float, turns: int, profile: str, stream: bool, as_json: bool) -> None:
+    """Measure and print a row for each case, number of connections and round, with its ratio to stock in that round.
+
+    Exit code 1 if the median ratio of a patched case is beyond its bound.
+    """
     try:
         builds = {variant: Builder(root, profile).build(variant) for variant in ("stock", "patched")}
     except (BuildError, BundleError) as error:
@@ -113,22 +135,43 @@ def main(root: Path, rounds: int, seconds: float, profile: str, stream: bool, as
             bench.run(bench.script(p_delay=0, d_first=0, d_tokens=1, d_gap=0))
         asks = {case: (bench, through(bench, stream)) for case, bench in benches.items()}
         asks["direct"] = (benches["stock"], past(benches["stock"], stream))
+        ratios: dict[tuple[str, int, str], list[float]] = {}
         if not as_json:
             click.echo(
                 f"{'round':>5} {'connections':>11} {'case':22} {'per s':>8} {'p50 ms':>8} {'p99 ms':>8}  to stock"
             )
         for number, connections in itertools.product(range(1, rounds + 1), CONNECTIONS):
-            rows = {case: bench.run(measure(ask, connections, seconds)) for case, (bench, ask) in asks.items()}
-            for case, row in rows.items():
-                ratios = {
-                    f"{name}_ratio": row[name] / rows["stock"][name] for name in ("per_second", "p50_ms", "p99_ms")
-                }
+            samples = {case: Sample() for case in asks}
+            for turn in range(turns):
+                # Whoever comes first in one turn comes last in the next.
+                for case in list(asks)[:: -1 if turn % 2 else 1]:
+                    bench, ask = asks[case]
+                    bench.run(measure(ask, connections, seconds / turns, samples[case]))
+            stock = samples["stock"].figures
+            for case, sample in samples.items():
+                row = sample.figures
+                compared = {name: row[name] / stock[name] for name in ("per_second", "p50_ms", "p99_ms")}
+                for name, value in compared.items():
+                    ratios.setdefault((case, connections, name), []).append(value)
                 if as_json:
-                    click.echo(json.dumps({"round": number, "connections": connections, "case": case} | row | ratios))
+                    click.echo(json.dumps({"round": number, "connections": connections, "case": case} | row))
                     continue
                 figures = f"{row['per_second']:8.1f} {row['p50_ms']:8.2f} {row['p99_ms']:8.2f}"
-                compared = " ".join(f"{value:.3f}" for value in ratios.values())
-                click.echo(f"{number:>5} {connections:>11} {case:22} {figures}  {compared}")
+                told = " ".join(f"{value:.3f}" for value in compared.values())
+                click.echo(f"{number:>5} {connections:>11} {case:22} {figures}  {told}")
+        show(
+            [
+                Row(
+                    f"{case}, {connections:>3} connections: {name} to stock",
+                    statistics.median(values),
+                    "x",
+                    BOUNDS[name],
+                )
+                for (case, connections, name), values in ratios.items()
+                if case in CASES and case != "stock" and name in BOUNDS
+            ],
+            as_json,
+        )
 
 
 if __name__ == "__main__":
