@@ -57,6 +57,9 @@ def test_the_digest_is_of_what_is_compiled_and_not_of_the_whole_bundle(bundle: B
     words = Bundle(bundle.root, bundle.bases, (), {}, bundle.lock)
     assert binary.series_digest(words, base, top) == binary.series_digest(bundle, base, top)
     pins = bundle.pins(base)
+    named = Pins(pins.role, tuple(f"{name}-2" for name in pins.levels), pins.paths, pins.folders)
+    renamed = Bundle(bundle.root, bundle.bases, bundle.patches, bundle.artifacts, Lock({}, {base.id: named}))
+    assert binary.series_digest(renamed, base, top) != binary.series_digest(bundle, base, top)
     path = next(iter(pins.paths))
     changed = {**pins.paths, path: (*pins.paths[path][:-1], Identity.of(b"other bytes"))}
     lock = Lock(bundle.lock.artifacts, {base.id: Pins(pins.role, pins.levels, changed, pins.folders)})
@@ -72,6 +75,7 @@ def test_a_series_of_another_bundle_has_no_name(bundle: Bundle, base: Base, seri
     # A level's digest under another level's number is no level either.
     digest = binary.series_digest(bundle, base, 2) if series == "digest" else series
     assert binary.name_of(bundle, base, Built(digest, level)) is None
+    assert binary.name_of(bundle, base, Built(digest, len(bundle.pins(base).levels) + 1)) is None
 
 
 def refused(path: Path) -> BundleError:
