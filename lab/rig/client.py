@@ -16,6 +16,8 @@ from typing import Any
 
 from lab.rig.ports import HOST
 
+# How the error of a stream that ended with one begins.
+BROUGHT = "the stream brought an error"
 # No proxy, whatever the environment says: everything is on this machine.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -154,7 +156,7 @@ def stream(
                 continue
             part = json.loads(data)
             if "error" in part:
-                raise OSError(f"the stream brought an error: {str(part['error'])[:400]}")
+                raise OSError(f"{BROUGHT}: {str(part['error'])[:400]}")
             last = part
             heard(len(last["output_ids"]))
             if leave and len(last["output_ids"]) >= leave:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lab.rig.client import Answer, compare
+from lab.rig.client import BROUGHT, Answer, compare
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,20 @@ def _sources(results: Results, names: Sequence[str]) -> float:
     return len({(values["cp"], values["tp"]) for values in _transfers(results, names[0], "kv")})
 
 
+def _uneven(results: Results, names: Sequence[str]) -> float:
+    """Requests of the busiest data-parallel rank of D minus those of the idlest; a rank without one is not seen."""
+    ranks = [values["rank"] for values in _events(results, names[0], "decode", "room")]
+    if len(set(ranks)) < 2:
+        raise NothingToMeasure(f"{names[0]}: {len(set(ranks))} ranks of D took a request")
+    counts = [ranks.count(rank) for rank in set(ranks)]
+    return max(counts) - min(counts)
+
+
+def _told(results: Results, names: Sequence[str]) -> float:
+    """Requests whose client was told of the failure: by a status, or by an event of a stream that then ended well."""
+    return sum(answer.error.startswith(("status ", BROUGHT)) for answer in _answers(results, names[0]))
+
+
 def _held(results: Results, names: Sequence[str]) -> float:
     """Tokens and requests that idle engines still hold, all ranks together."""
     result = results[names[0]]
@@ -272,6 +286,10 @@ MEASURES: dict[str, Measure] = {
     "lost": Measure("accepted tokens thrown away at retractions", 1, _lost),
     "rows_behind": Measure("committed rows minus saved rows at a retraction, the largest", 1, _rows_behind),
     "sources": Measure("ranks of P that sent KV", 1, _sources),
+    "uneven": Measure("requests of D's busiest data-parallel rank minus those of its idlest", 1, _uneven),
+    "told": Measure(
+        "failed requests whose client was told so by a status or an event, not by a cut connection", 1, _told
+    ),
     "held": Measure("tokens and requests that drained engines still hold, all ranks together", 1, _held),
     "drained": Measure("seconds until all drained engines were idle", 1, _drained),
     "seconds": Measure("seconds of the slowest request", 1, _seconds),

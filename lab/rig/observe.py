@@ -125,7 +125,7 @@ def _watch_decode_prefix(module: ModuleType) -> None:
     add, match = queue.add, queue._match_prefix_and_lock
 
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        say("room", rid=request.rid, room=request.bootstrap_room)
+        say("room", rid=request.rid, room=request.bootstrap_room, rank=self.scheduler.ps.dp_rank)
         return add(self, request, *args, **kwargs)
 
     def match_prefix_and_lock(self: Any, request: Any) -> Any:

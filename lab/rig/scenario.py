@@ -44,6 +44,8 @@ class Send:
         kill: member that is killed with all its processes meanwhile.
         at: when: after so many tokens of any request, or once the member printed the observer's line of this name.
         leave: tokens after which each client closes its connection; 0 stays to the end.
+        stream: read the answers as streams.
+        fails: the requests are meant to fail, so nobody waits to learn whether an engine was lost by it.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Send:
     kill: str = ""
     at: int | str = 1
     leave: int = 0
+    stream: bool = False
+    fails: bool = False
 
     @property
     def members(self) -> set[str]:

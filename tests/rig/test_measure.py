@@ -190,6 +190,26 @@ def test_bytes_are_counted_by_source() -> None:
         value("bytes", "a.cp2", a=one)
 
 
+def rooms(*ranks: int) -> list[tuple[str, dict[str, str]]]:
+    return [("room", {"rid": str(index), "room": "1", "rank": str(rank)}) for index, rank in enumerate(ranks)]
+
+
+def test_the_distance_between_the_ranks_of_d_is_counted() -> None:
+    assert value("uneven", "e", e=result(answer(1), decode=rooms(0, 1, 1, 0))) == 0
+    assert value("uneven", "e", e=result(answer(1), decode=rooms(0, 1, 1, 1))) == 2
+
+
+@pytest.mark.parametrize("ranks", [(), (1, 1, 1)])
+def test_one_rank_alone_is_not_even(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(NothingToMeasure):
+        value("uneven", "e", e=result(answer(1), decode=rooms(*ranks)))
+
+
+def test_a_cut_connection_tells_the_client_nothing() -> None:
+    errors = ("status 502: x", f"{client.BROUGHT}: y", "the stream ended before its closing line", "timed out")
+    assert value("told", "e", e=result(*(answer(error=error) for error in errors), answer(1))) == 2
+
+
 def pools(tokens: int, requests: int) -> tuple[str, dict[str, str]]:
     return "pools", {"tokens": str(tokens), "requests": str(requests), "cached": "64"}
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lab.rig import boot, engine, runner, scenario
+from lab.rig import boot, client, engine, runner, scenario
 from lab.rig.errors import RigError
 from lab.router import build
 from lab.router.build import BuildError
@@ -40,6 +40,41 @@ def test_a_router_names_its_build_and_a_refuser_among_its_prefill_engines() -> N
 
 def test_the_engine_behind_a_refuser_is_needed_too() -> None:
     assert runner.needed(boot.parse("b", BOOT), [scenario.parse("s", SCENARIO)]) == {"P", "P-refuses", "D", "R"}
+
+
+def test_a_send_may_be_read_as_a_stream_and_may_be_meant_to_fail_and_again_keeps_both() -> None:
+    text = SCENARIO + 'stream = true\nfails = true\n[[step]]\nsend = "two"\nagain = "one"\n'
+    for step in scenario.parse("s", text).steps:
+        assert isinstance(step, scenario.Send) and step.stream and step.fails
+    (step,) = scenario.parse("s", SCENARIO).steps
+    assert isinstance(step, scenario.Send) and not step.stream and not step.fails
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_nobody_waits_for_a_crash_after_requests_that_are_meant_to_fail(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    waits: list[float] = []
+    fake = SimpleNamespace(mark=lambda: None, check=lambda wait: waits.append(wait), events=lambda name: [])
+    running = runner.Running(boot.parse("b", BOOT), fake, {}, {"R": 1})  # type: ignore[arg-type]
+    monkeypatch.setattr(client, "send_all", lambda *args: [client.Answer(error="status 500")])
+    runner.do_send(running, scenario.Send("one", ("R",), fails=fails))
+    assert waits == [0.0 if fails else 5.0]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_send_is_read_as_a_stream_only_when_it_says_so(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    heard: list[object] = []
+    fake = SimpleNamespace(mark=lambda: None, check=lambda wait: None, events=lambda name: [])
+    running = runner.Running(boot.parse("b", BOOT), fake, {}, {"R": 1})  # type: ignore[arg-type]
+
+    def send_all(*args: object) -> list[client.Answer]:
+        heard.append(args[4])
+        return [client.Answer()]
+
+    monkeypatch.setattr(client, "send_all", send_all)
+    runner.do_send(running, scenario.Send("one", ("R",), stream=stream))
+    assert (heard[0] is not None) == stream
 
 
 @pytest.mark.parametrize(
