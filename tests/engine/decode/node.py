@@ -78,6 +78,10 @@ def _assign(rows: Any, table: Any, starts: Any, ends: Any, slots: Any, *sizes: i
         at += end - start
 
 
+def _gather(indices: Any, *relayed: Any) -> tuple[Any, ...]:
+    return tuple(None if buffer is None else buffer[indices] for buffer in relayed)
+
+
 class Done(Exception):
     """Ends the event loop, which has no end of its own."""
 
@@ -121,6 +125,7 @@ class Node:
         trace: what the loop did, in order.
         requests: everything that ever arrived.
         lost: accepted tokens whose result nobody took.
+        relays_seeds: whether the draft-extend of each step gives a seed for the next one.
     """
 
     def __init__(
@@ -134,6 +139,7 @@ class Node:
         seeds: bool = False,
     ) -> None:
         self.world, self.speculative, self.seeds = world, speculative, seeds
+        self.relays_seeds = seeds
         self.trace: list[str] = []
         self.requests: list[Seen] = []
         self.lost = self.retractions = 0
@@ -174,6 +180,7 @@ class Node:
         )
         context: Any = self.world.module("runtime_context").get_context()
         context._server_args = self.arguments
+        context.parallel._overrides["dcp_enabled"] = False
         kernel = Settings(attention_backend="torch_native")
         names = ("exec", "schedule", "memory", "spec", "disagg", "serving", "observability", "mm", "lora")
         context._config_bags = {name: Settings(kernel=kernel) for name in names}
@@ -182,7 +189,8 @@ class Node:
 
     def _scheduler(self, overlap: bool) -> Any:
         algorithm = self.world.module("speculative.spec_info").SpeculativeAlgorithm
-        relay = self.world.module("managers.overlap_utils").FutureMap
+        relays = self.world.module("managers.overlap_utils")
+        relays.gather_spec_extras = _gather
         cache = self.world.module("mem_cache.chunk_cache").ChunkCache
         processor = self.world.module("managers.scheduler_components.batch_result_processor")
         mode = self.world.module("disaggregation.utils").DisaggregationMode.DECODE
@@ -261,7 +269,7 @@ class Node:
         one.tree_cache = cache(
             SimpleNamespace(req_to_token_pool=self.slots, token_to_kv_pool_allocator=self.allocator, page_size=PAGE)
         )
-        one.future_map = relay("cpu", one.spec_algorithm, self.slots)
+        one.future_map = relays.FutureMap("cpu", one.spec_algorithm, self.slots)
         fields = processor.SchedulerBatchResultProcessor.__dataclass_fields__
         values = {name: Ignored() for name in fields} | {
             "is_generation": True,
@@ -439,7 +447,7 @@ class Node:
             topk_index=torch.tensor(bonus).view(-1, 1),
             hidden_states=lengths.float().view(-1, 1),
             bonus_tokens=torch.tensor(bonus),
-            dsa_topk_indices=lengths.int().view(-1, 1) if self.seeds else None,
+            dsa_topk_indices=lengths.int().view(-1, 1) if self.relays_seeds else None,
         )
         return result(
             next_token_ids=torch.tensor(tokens),

@@ -72,7 +72,6 @@ SCHEDULING = (
     "sampling.sampling_params",
     "sglang.kernels.ops.memory.allocator",
     "sglang.kernels.ops.memory.common",
-    "sglang.kernels.ops.speculative.gather_spec_extras",
 )
 ALWAYS = ("environ", "runtime_context", "utils", "utils.common")
 
