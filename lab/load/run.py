@@ -1,0 +1,170 @@
+"""The open loop: every request leaves at its time, whatever happened to those before."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from lab.load.accounting import Clock, Sent
+from lab.load.stream import Answer, Failure, Reader
+from lab.load.workers import NoMetrics, Reading, read
+from lab.load.workload import Request
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where requests go. ``base``: the address before ``/v1``. timeout: seconds for one whole answer."""
+
+    base: str
+    model: str
+    timeout: float = 600.0
+
+    def body(self, request: Request, new: int) -> dict[str, Any]:
+        """A completion that runs to its full length and counts its tokens in every chunk."""
+        return {
+            "model": self.model,
+            "prompt": request.prompt,
+            "max_tokens": new,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+
+
+class Unusable(Exception):
+    """The endpoint cannot be loaded at all: nothing was measured."""
+
+
+@dataclass
+class Log:
+    """What a run leaves; filled while it runs, so that what is there when it breaks is kept."""
+
+    sent: list[Sent] = field(default_factory=list)
+    readings: dict[str, list[Reading]] = field(default_factory=dict)
+    clocks: list[Clock] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+
+
+Progress = Callable[[float, int, int, int], None]
+
+
+@dataclass
+class Loop:
+    """One run against one endpoint.
+
+    ``workers``: metrics addresses by name. ``progress`` is told seconds, sent, done and failed.
+    """
+
+    endpoint: Endpoint
+    requests: Sequence[Request]
+    new: int
+    workers: Mapping[str, str] = field(default_factory=dict)
+    every: float = 1.0
+    progress: Progress = lambda *_: None
+    clock: Callable[[], Clock] = lambda: Clock(time.monotonic(), time.time())
+
+    async def run(self, log: Log) -> None:
+        """Send everything and wait for every end. Raises Unusable if the endpoint or the model is not there."""
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
+            await self._there(session)
+            await self._look(session, log)
+            self._open: dict[int, Sent] = {}
+            start = time.monotonic()
+            watch = asyncio.create_task(self._watch(session, log, start))
+            try:
+                tasks = []
+                for request in self.requests:
+                    await asyncio.sleep(max(start + request.at - time.monotonic(), 0))
+                    tasks.append(asyncio.create_task(self._one(session, request, start, log)))
+                await asyncio.gather(*tasks)
+            finally:
+                watch.cancel()
+                log.sent += self._open.values()
+                log.sent.sort(key=lambda one: one.number)
+            await self._look(session, log)
+
+    async def _there(self, session: aiohttp.ClientSession) -> None:
+        """A model that the endpoint does not serve is found before the first request."""
+        try:
+            async with session.get(
+                f"{self.endpoint.base}/v1/models", timeout=aiohttp.ClientTimeout(total=30)
+            ) as answer:
+                listed = await answer.json(content_type=None)
+                names = [model["id"] for model in listed["data"]]
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Unusable(f"{self.endpoint.base} does not answer: {error!r}") from error
+        except (ValueError, KeyError, TypeError):
+            return  # It does not list its models; a wrong one shows as a status then.
+        if names and self.endpoint.model not in names:
+            raise Unusable(f"{self.endpoint.base} serves {', '.join(names)}, not {self.endpoint.model}")
+
+    async def _look(self, session: aiohttp.ClientSession, log: Log) -> None:
+        log.clocks.append(self.clock())
+        for name, address in self.workers.items():
+            try:
+                async with session.get(f"{address}/metrics", timeout=aiohttp.ClientTimeout(total=10)) as answer:
+                    log.readings.setdefault(name, []).append(read(await answer.text()))
+            except (aiohttp.ClientError, OSError, TimeoutError, NoMetrics) as error:
+                trouble = f"metrics of {name} are missing: {error}"
+                if trouble not in log.troubles:
+                    log.troubles.append(trouble)
+
+    async def _watch(self, session: aiohttp.ClientSession, log: Log, start: float) -> None:
+        while True:
+            failed = sum(1 for one in log.sent if one.failure is not None)
+            self.progress(time.monotonic() - start, len(log.sent) + len(self._open), len(log.sent) - failed, failed)
+            await asyncio.sleep(self.every)
+            await self._look(session, log)
+
+    async def _one(self, session: aiohttp.ClientSession, request: Request, start: float, log: Log) -> None:
+        began = time.monotonic() - start
+        self._open[request.number] = Sent(request.number, request.at, began, None, None)
+        reader, marks, worker = Reader(self.new), list[float](), ""
+        limit = aiohttp.ClientTimeout(total=self.endpoint.timeout, sock_connect=30)
+        try:
+            async with session.post(
+                f"{self.endpoint.base}/v1/completions", json=self.endpoint.body(request, self.new), timeout=limit
+            ) as answer:
+                worker = answer.headers.get("x-worker", "")
+                if answer.status != 200:
+                    reader.fail(Failure.STATUS, f"{answer.status}: {(await answer.text())[:200]}")
+                elif answer.content_type != "text/event-stream":
+                    reader.fail(Failure.CONTENT_TYPE, answer.content_type)
+                else:
+                    async for data in answer.content.iter_any():
+                        now = time.monotonic() - start
+                        marks += [now] * (reader.feed(data) > 0)
+                    reader.end()
+        except TimeoutError:
+            reader.fail(Failure.TIMEOUT, f"after {self.endpoint.timeout:g} s")
+        except aiohttp.ClientConnectorError as error:
+            reader.fail(Failure.REFUSED, str(error))
+        except (aiohttp.ClientError, OSError) as error:
+            reader.fail(Failure.CUT, repr(error))
+        self._open.pop(request.number)
+        log.sent.append(self._judged(request, began, reader.answer, marks, time.monotonic() - start, worker))
+
+    @staticmethod
+    def _judged(request: Request, began: float, answer: Answer, marks: list[float], ended: float, worker: str) -> Sent:
+        return Sent(
+            request.number,
+            request.at,
+            began,
+            marks[0] if marks else None,
+            ended,
+            answer.failure,
+            answer.prompt_tokens,
+            answer.cached_tokens,
+            answer.tokens,
+            tuple(b - a for a, b in itertools.pairwise(marks)),
+            answer.counted,
+            worker,
+        )

@@ -1,0 +1,523 @@
+"""The load generator: what it sends, how strictly it reads, and that nothing planted escapes it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lab.load import workers
+from lab.load.accounting import Clock, Sent, Window, account, baab, growth, outstanding, paired, quantile
+from lab.load.run import Endpoint, Log, Loop, Unusable
+from lab.load.stream import Answer, Failure, Reader
+from lab.load.workload import Arrivals, Prompt, Workload, requests, times
+
+ROOT = Path(__file__).parents[2]
+
+
+# What is sent.
+
+
+def test_the_default_is_the_deployments_acceptance() -> None:
+    workload = Workload()
+    assert workload.prefix + workload.suffix == 81_920
+    assert (workload.new, workload.rate, workload.prefixes) == (600, 3.40, 4)
+
+
+def test_requests_share_whole_prefixes_in_turn_and_nothing_else() -> None:
+    made = requests(Workload(rate=10, seconds=1, prefix=30, suffix=20, new=1, prefixes=3))
+    heads = {one.prefix: tuple(one.prompt[:30]) for one in made}
+    assert len(made) == 10 and len(set(heads.values())) == 3
+    assert all(tuple(one.prompt[:30]) == heads[one.prefix] and len(one.prompt) == 50 for one in made)
+    assert len({tuple(one.prompt[30:]) for one in made}) == 10
+    assert [one.prefix for one in made[:4]] == [0, 1, 2, 0]
+
+
+def test_the_same_seed_sends_the_same_and_another_does_not() -> None:
+    workload = Workload(rate=10, seconds=2, prefix=3, suffix=3, new=1, arrivals=Arrivals.POISSON, prompt=Prompt.TEXT)
+    assert requests(workload) == requests(workload) != requests(replace(workload, seed=18))
+
+
+def test_fixed_arrivals_are_even_and_poisson_ones_are_not() -> None:
+    fixed = times(Workload(rate=4, seconds=100))
+    poisson = times(Workload(rate=4, seconds=100, arrivals=Arrivals.POISSON))
+    assert len(fixed) == 400 and fixed[:3] == [0, 0.25, 0.5]
+    assert 320 < len(poisson) < 480 and poisson == sorted(poisson)
+    assert len({round(b - a, 6) for a, b in itertools.pairwise(poisson)}) > 100
+
+
+def test_a_smaller_workload_has_the_same_shape() -> None:
+    small = Workload().smaller(256)
+    assert (small.prefix, small.suffix, small.new) == (288, 32, 2)
+    assert small.rate == 3.40
+
+
+@pytest.mark.parametrize(
+    "bad", [{"rate": 0}, {"seconds": 0}, {"suffix": 0}, {"prefix": -1}, {"prefixes": 0}, {"vocabulary": 1000}]
+)
+def test_a_load_that_is_none_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"no load|at least one|no ids"):
+        Workload(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="factor"):
+        Workload().smaller(0)
+
+
+# How an answer is read.
+
+
+def chunk(text: str, count: int | None, finish: str | None = None, **more: Any) -> str:
+    usage = {} if count is None else {"usage": {"prompt_tokens": 7, "completion_tokens": count}}
+    return json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": finish}], **usage, **more})
+
+
+GOOD = [
+    chunk("a", 1),
+    chunk("a", 2),
+    chunk("ß", 3, "length"),
+    json.dumps({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}),
+    "[DONE]",
+]
+
+
+def stream(events: list[str], end: str = "\n") -> bytes:
+    return "".join(f"data: {event}{end}{end}" for event in events).encode()
+
+
+def answer(events: list[str], expected: int | None = 3) -> Answer:
+    reader = Reader(expected)
+    reader.feed(stream(events))
+    return reader.end()
+
+
+def test_a_whole_answer_holds() -> None:
+    good = answer(GOOD)
+    assert (good.failure, good.text, good.tokens, good.prompt_tokens, good.finish) == (None, "aaß", 3, 7, "length")
+    assert good.counted and good.chunks == 3
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=80), st.sampled_from(["\n", "\r\n"]))
+def test_where_the_bytes_are_cut_does_not_matter(cuts: list[int], end: str) -> None:
+    data = b": comment\n" + stream(GOOD, end)
+    reader, at, texts = Reader(3), 0, 0
+    for cut in cuts:
+        texts += reader.feed(data[at : at + cut])
+        at += cut
+    texts += reader.feed(data[at:])
+    assert reader.end() == answer(GOOD)
+    assert texts == 3
+
+
+def test_a_chat_answer_is_read_too() -> None:
+    events = [
+        json.dumps({"choices": [{"delta": {"role": "assistant", "content": ""}}]}),
+        json.dumps({"choices": [{"delta": {"content": "a"}}]}),
+        json.dumps({"choices": [{"delta": {}, "finish_reason": "stop"}]}),
+        "[DONE]",
+    ]
+    read = answer(events)
+    assert (read.failure, read.text, read.finish, read.counted) == (None, "a", "stop", False)
+
+
+@pytest.mark.parametrize(
+    ("events", "failure"),
+    [
+        (GOOD[:-1], Failure.LOST_MARKER),
+        ([], Failure.LOST_MARKER),
+        ([GOOD[0], GOOD[1], chunk("b", 3), *GOOD[3:]], Failure.NO_FINISH),
+        ([GOOD[0], GOOD[0], *GOOD[1:]], Failure.DUPLICATE),
+        ([GOOD[1], GOOD[0], *GOOD[2:]], Failure.REORDERED),
+        ([*GOOD[:2], chunk("b", 2, "length"), *GOOD[3:]], Failure.LOST_CHUNK),
+        ([*GOOD[:2], chunk("b", 2, "length"), chunk("", 2), GOOD[4]], Failure.LOST_CHUNK),
+        ([GOOD[0], json.dumps({"error": {"message": "no"}}), "[DONE]"], Failure.ERROR),
+        ([GOOD[0], "{", *GOOD[1:]], Failure.MALFORMED),
+        (["[]", *GOOD], Failure.MALFORMED),
+        ([json.dumps({"choices": [{}]}), *GOOD], Failure.MALFORMED),
+        ([*GOOD, chunk("more", 4)], Failure.AFTER_END),
+        ([*GOOD, "[DONE]"], Failure.AFTER_END),
+        ([*GOOD[:3], chunk("more", 4), *GOOD[3:]], Failure.AFTER_END),
+    ],
+)
+def test_each_way_to_fail_has_its_name(events: list[str], failure: Failure) -> None:
+    assert answer(events).failure is failure
+
+
+def test_bytes_that_are_no_text_are_malformed() -> None:
+    reader = Reader()
+    reader.feed(b"data: \xff\n\n")
+    assert reader.end().failure is Failure.MALFORMED
+
+
+# The account.
+
+
+def log_of(count: int, rate: float = 3.40, takes: float = 20.0, **more: Any) -> list[Sent]:
+    """Synthetic requests of the deployment's shape that all end in time."""
+    return [
+        Sent(n, n / rate, n / rate, n / rate + 1, n / rate + takes, None, 81_920, 73_728, 600, (0.03,), **more)
+        for n in range(count)
+    ]
+
+
+def test_the_reported_throughput_is_the_offered_load() -> None:
+    """(81,920 + 600) x 3.40 / 40, from a replayed log of a thousand requests: what arrived, and what ended."""
+    report = account(log_of(1000), Window(50, 250), cards=40)
+    assert round(report.offered_tokens_per_card, 1) == 7014.2
+    assert round(report.tokens_per_card, 1) == 7014.2
+    assert report.sustained and not report.invalid and not report.failures
+
+
+def test_a_server_that_is_too_slow_is_not_called_sustained() -> None:
+    """It serves nine in ten; the offered load stays what it was, what ended does not."""
+    slow = [replace(one, ended=20 + one.number / 3.06) for one in log_of(1000)]
+    report = account(slow, Window(50, 250), cards=40)
+    assert not report.sustained
+    assert report.growth == pytest.approx(0.34 * 200, rel=0.1)
+    assert round(report.offered_tokens_per_card, 1) == 7014.2
+    assert report.tokens_per_card == pytest.approx(7014.2 * 0.9, rel=0.01)
+
+
+def test_a_queue_that_only_wanders_is_sustained() -> None:
+    wavy = [replace(one, ended=(one.ended or 0) + (one.number % 7)) for one in log_of(1000)]
+    assert account(wavy, Window(50, 250), cards=40).sustained
+    assert abs(growth(wavy, Window(50, 250))) < 3
+
+
+def test_requests_that_never_ended_are_outstanding() -> None:
+    sent = [replace(one, ended=None) for one in log_of(100)]
+    assert outstanding(sent, 10.0) == 35
+    assert not account(sent, Window(0, 25), cards=1).sustained
+
+
+@pytest.mark.parametrize(
+    ("change", "clocks", "window", "said"),
+    [
+        ({}, [Clock(0, 0), Clock(1, 1), Clock(2, 9)], Window(50, 250), "clock jump"),
+        ({"started": 1e4}, [], Window(50, 250), "did not hold its rate"),
+        ({"counted": False}, [], Window(50, 250), "does not count tokens by chunk"),
+        ({}, [], Window(400, 500), "no request was due"),
+        ({}, [], Window(50, 60), "shorter than one request"),
+        ({"failure": Failure.CUT}, [], Window(50, 250), "no request ended"),
+    ],
+)
+def test_each_reason_not_to_believe_a_figure_is_named(
+    change: dict[str, Any], clocks: list[Clock], window: Window, said: str
+) -> None:
+    sent = [replace(one, **change) for one in log_of(1000)]
+    assert any(said in reason for reason in account(sent, window, 40, clocks).invalid)
+
+
+def test_failures_are_counted_by_name_and_not_as_done() -> None:
+    sent = [replace(one, failure=Failure.ERROR) if one.number % 2 else one for one in log_of(1000)]
+    report = account(sent, Window(50, 250), cards=40)
+    assert report.failures == {"error-in-200": 500}
+    assert report.rate == pytest.approx(1.7, rel=0.02)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
+def test_a_quantile_is_the_smallest_value_that_enough_do_not_exceed(values: list[float], share: float) -> None:
+    found = quantile(values, share)
+    assert found in values
+    assert sum(value <= found for value in values) >= share * len(values) - 1e-9
+    assert sum(value < found for value in values) < share * len(values)
+
+
+def test_pairs_are_compared_with_their_interval() -> None:
+    same = paired("it", [1.0, 2.0, 3.0], [1.5, 2.5, 3.5])
+    assert (same.mean, same.low, same.high, same.n) == (0.5, 0.5, 0.5, 3)
+    with pytest.raises(ValueError, match="no two pairs"):
+        paired("it", [1.0], [2.0])
+    assert baab(1) == "BA" and baab(2) == "BAAB" and baab(4) == "BAABBAAB"
+    with pytest.raises(ValueError, match="0 pairs"):
+        baab(0)
+
+
+# The workers.
+
+
+def metrics(requests: int, prompt: int, cached: int = 0, queued: int = 0) -> str:
+    lines = [
+        "# TYPE sglang:num_requests_total counter",
+        f'sglang:num_requests_total{{tp_rank="0"}} {requests}',
+        "# TYPE sglang:prompt_tokens_total counter",
+        f"sglang:prompt_tokens_total {prompt}",
+        "# TYPE sglang:cached_tokens_total counter",
+        f'sglang:cached_tokens_total{{cache_source="device"}} {cached}',
+        "# TYPE sglang:num_queue_reqs gauge",
+        f"sglang:num_queue_reqs {queued}",
+        "# TYPE sglang:num_decode_transfer_queue_reqs gauge",
+        f"sglang:num_decode_transfer_queue_reqs {queued}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def test_a_workers_share_is_exact() -> None:
+    readings = [
+        workers.read(metrics(5, 100, 40)),
+        workers.read(metrics(6, 120, 41, 3)),
+        workers.read(metrics(9, 400, 140)),
+    ]
+    share = workers.share("P", readings)
+    assert (share.requests, share.prompt, share.cached, share.computed) == (4, 300, 100, 200)
+    assert (share.peak_queued, share.left) == (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: workers.read("{"), "no metrics page"),
+        (lambda: workers.read("# nothing\n"), "--enable-metrics"),
+        (lambda: workers.share("P", []), "no difference"),
+        (lambda: workers.share("P", [workers.read(metrics(5, 9)), workers.read(metrics(1, 9))]), "was restarted"),
+    ],
+)
+def test_metrics_that_say_nothing_are_named(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(workers.NoMetrics, match=said):
+        make()
+
+
+def test_a_miscounted_worker_and_one_that_is_not_empty_are_named() -> None:
+    one = workers.share("P", [workers.read(metrics(0, 0)), workers.read(metrics(9, 9, 0, 2))])
+    assert workers.mismatches([one], 10) == [
+        "miscounted: the workers had 9 requests, the generator sent 10",
+        "P still holds 4 requests",
+    ]
+    assert "P had 9 requests, 8 were sent" in workers.mismatches([one], 9, {"P": 8})[0]
+
+
+# The loop, against a server on this machine.
+
+
+@dataclass
+class Server:
+    """An endpoint with a fault, if one is named."""
+
+    fault: str = ""
+    takes: float = 0.02
+    port: int = 0
+    served: int = 0
+    started: list[float] = field(default_factory=list)
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        if self.fault == "no metrics":
+            return web.Response(text="# nothing\n")
+        miss = self.fault == "miscounted"
+        return web.Response(text=metrics(max(self.served - miss, 0), self.served * 12))
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        self.started.append(asyncio.get_running_loop().time())
+        body = await request.json()
+        new = body["max_tokens"]
+        if self.fault == "status":
+            return web.json_response({"error": {"message": "busy"}}, status=503)
+        if self.fault == "json":
+            return web.json_response({"choices": []})
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await out.prepare(request)
+        async for event in self.events(new):
+            await out.write(f"data: {event}\n\n".encode())
+        if self.fault == "cut":
+            assert request.transport is not None
+            request.transport.abort()
+            return out
+        self.served += 1
+        await out.write_eof()
+        return out
+
+    async def events(self, new: int) -> AsyncIterator[str]:
+        for count in range(1, new + 1):
+            await asyncio.sleep(60 if self.fault == "silent" else self.takes / new)
+            yield chunk("x", count, "length" if count == new else None)
+            if self.fault == "duplicate" and count == 1:
+                yield chunk("x", count)
+        if self.fault == "error":
+            yield json.dumps({"error": {"message": "lost"}})
+        if self.fault not in ("lost marker", "cut"):
+            yield "[DONE]"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Start servers, each in a loop of its own; end them all afterwards."""
+    ends: list[Callable[[], None]] = []
+
+    def start(**options: Any) -> Server:
+        server, ready = Server(**options), threading.Event()
+        loop = asyncio.new_event_loop()
+
+        async def begin() -> web.AppRunner:
+            app = web.Application(client_max_size=1 << 24)
+            app.router.add_get("/v1/models", server.models)
+            app.router.add_get("/metrics", server.metrics)
+            app.router.add_post("/v1/completions", server.complete)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            server.port = runner.addresses[0][1]
+            ready.set()
+            return runner
+
+        runner = loop.run_until_complete(begin())
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+
+        async def finish(runner: web.AppRunner) -> None:
+            await runner.cleanup()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        def end() -> None:
+            asyncio.run_coroutine_threadsafe(finish(runner), loop).result(10)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+        ends.append(end)
+        return server
+
+    yield start
+    for end in ends:
+        end()
+
+
+WORKLOAD = Workload(rate=40, seconds=0.5, prefix=8, suffix=4, new=3)
+
+
+def loaded(server: Server, timeout: float = 10, **more: Any) -> Log:
+    log = Log()
+    base = f"http://127.0.0.1:{server.port}"
+    loop = Loop(Endpoint(base, "tiny", timeout), requests(WORKLOAD), 3, {"P": base}, 0.1, **more)
+    asyncio.run(loop.run(log))
+    return log
+
+
+def test_every_request_leaves_at_its_time_whatever_came_before(serve: Callable[..., Server]) -> None:
+    """A server that takes longer than all arrivals together: a closed loop would have waited for it."""
+    server = serve(takes=1.0)
+    log = loaded(server)
+    assert len(log.sent) == 20 and all(one.done for one in log.sent)
+    assert max(server.started) - min(server.started) < 1.0
+    assert [one.number for one in log.sent] == list(range(20))
+    assert {one.tokens for one in log.sent} == {3}
+    assert workers.share("P", log.readings["P"]).requests == 20
+
+
+@pytest.mark.parametrize(
+    ("fault", "failure"),
+    [
+        ("lost marker", Failure.LOST_MARKER),
+        ("duplicate", Failure.DUPLICATE),
+        ("error", Failure.ERROR),
+        ("status", Failure.STATUS),
+        ("json", Failure.CONTENT_TYPE),
+        ("cut", Failure.CUT),
+        ("silent", Failure.TIMEOUT),
+    ],
+)
+def test_a_planted_fault_fails_by_its_name(serve: Callable[..., Server], fault: str, failure: Failure) -> None:
+    log = loaded(serve(fault=fault), timeout=1.0)
+    assert {one.failure for one in log.sent} == {failure}
+
+
+def test_a_clock_that_jumps_is_seen(serve: Callable[..., Server]) -> None:
+    ticks = iter(range(10_000))
+    log = loaded(serve(), clock=lambda: Clock(n := next(ticks), n + (100 if n > 1 else 0)))
+    assert any("clock jump" in reason for reason in account(log.sent, Window(0, 0.5), 1, log.clocks, 10).invalid)
+
+
+def test_an_endpoint_that_is_down_and_a_model_that_is_not_there_end_before_the_load(
+    serve: Callable[..., Server],
+) -> None:
+    with pytest.raises(Unusable, match="does not answer"):
+        asyncio.run(Loop(Endpoint("http://127.0.0.1:1", "tiny"), [], 1).run(Log()))
+    server = serve()
+    with pytest.raises(Unusable, match="serves tiny, not huge"):
+        asyncio.run(Loop(Endpoint(f"http://127.0.0.1:{server.port}", "huge"), [], 1).run(Log()))
+    assert server.started == []
+
+
+def script(server: Server, *options: str, out: Path | None = None) -> subprocess.CompletedProcess[str]:
+    base = f"http://127.0.0.1:{server.port}"
+    arguments = [
+        base, "--model=tiny", f"--prefill=P={base}", "--rate=40", "--seconds=1", "--window", "0.1", "0.9", "--prefix=8",
+        "--suffix=4", "--new=3", "--cards=1", "--late=5", "--json", *options,
+    ]  # fmt: skip
+    if out is not None:
+        arguments.append(f"--out={out}")
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "acceptance.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_the_script_writes_the_run_and_its_page(serve: Callable[..., Server], tmp_path: Path) -> None:
+    done = script(serve(), out=tmp_path / "run.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row["value"] for row in json.loads(done.stdout)["rows"]}
+    assert rows["failures"] == 0 and rows["sustained"] == 1
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert len(result["sent"]) == 40
+    assert result["workers"][0]["requests"] == 40
+    page = (tmp_path / "run.html").read_text()
+    assert "<svg" in page and "src=" not in page and "sustained" in page
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("miscounted", "miscounted: the workers had 39"), ("no metrics", "--enable-metrics"), ("lost marker", "")],
+)
+def test_the_script_fails_where_a_figure_is_not_to_be_believed_and_keeps_the_run(
+    serve: Callable[..., Server], tmp_path: Path, fault: str, said: str
+) -> None:
+    done = script(serve(fault=fault), out=tmp_path / "run.json")
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert len(json.loads((tmp_path / "run.json").read_text())["sent"]) == 40
+
+
+def test_two_endpoints_are_loaded_in_turn_and_compared_in_pairs(serve: Callable[..., Server], tmp_path: Path) -> None:
+    quick, slow = serve(), serve(takes=0.3)
+    done = script(quick, f"--against=http://127.0.0.1:{slow.port}", out=tmp_path / "run.json")
+    rows = {row["name"]: row["value"] for row in json.loads(done.stdout)["rows"]}
+    assert rows["whole p50, B - A, n = 2"] == pytest.approx(0.28, abs=0.15)
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        f"run-{n}{arm}.json" for n, arm in enumerate("BAAB", 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rate=0"], "is no load"),
+        (["--window", "3", "2"], "a window from"),
+        (["--window", "2", "3"], "requests arrive until"),
+        (["--prefill=P=http://127.0.0.1:2"], "named twice"),
+    ],
+)
+def test_a_load_that_makes_no_sense_is_a_usage_error(
+    serve: Callable[..., Server], options: list[str], said: str
+) -> None:
+    done = script(serve(), *options)
+    assert done.returncode == 2
+    assert said in done.stderr
