@@ -86,6 +86,10 @@ EXACT = {"SGLANG_RESEARCH_EXACT_TOPK": "1"}
 EAGER = ("--disable-cuda-graph",)
 
 
+# Engines that work on long prompts at the same time: the memory that each takes for one is kept by its process.
+ASKED = 4
+
+
 @dataclass(frozen=True)
 class Variant:
     """One engine: which tree, with which flags and variables.
@@ -110,7 +114,8 @@ VARIANTS = (
     Variant("patched speculative", "patched", SPECULATION, like="stock speculative"),
     Variant("exact plain", "patched", env=EXACT, steps=True),
     Variant("exact speculative", "patched", SPECULATION, EXACT, steps=True),
-    Variant("reference plain", "patched", EAGER, {**EXACT, "PATCHBUNDLE_RIG_TOPK": "reference"}, "exact plain"),
+    Variant("exact eager", "patched", EAGER, EXACT, "exact plain"),
+    Variant("reference plain", "patched", EAGER, {**EXACT, "PATCHBUNDLE_RIG_TOPK": "reference"}, "exact eager"),
     Variant(
         "reference speculative",
         "patched",
@@ -177,6 +182,7 @@ def spec(variant: Variant, trees: Mapping[str, Path], model: Path, port: int, ho
     argv += ["--skip-server-warmup", "--max-running-requests=8", "--random-seed=0", "--sleep-on-idle"]
     # A share of what is free when it starts, but few tokens: ten engines find room beside each other.
     argv += ["--mem-fraction-static=0.5", "--max-total-tokens=262144", "--context-length=131072"]
+    argv += ["--chunked-prefill-size=4096"]
     argv += ["--kv-cache-dtype=fp8_e4m3", *variant.flags]
     return Spec("E", tuple(argv), env, (READY, LISTENS), "alone", port, tree=str(tree))
 
@@ -431,8 +437,9 @@ def main() -> int:
         work += beside
         side_by_side(beside, Running.up)
         note("all others are up")
-        side_by_side(beside, lambda running: running.ask(arguments.new))
-        note("all others asked")
+        for first in range(0, len(beside), ASKED):
+            side_by_side(beside[first : first + ASKED], lambda running: running.ask(arguments.new))
+            note(f"{min(first + ASKED, len(beside))} of the others asked")
         by_name = {running.variant.name: [running] for running in work}
         repeated = [*by_name["exact plain"], *by_name["exact speculative"], *by_name["stock plain"]]
         side_by_side(repeated, lambda running: running.repeat(5_000, 20, arguments.new))
