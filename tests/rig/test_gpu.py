@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lab.rig import deployment
+from lab.rig import deployment, models
 from lab.rig.client import Answer
+from lab.rig.engine import LISTENS, READY
 from lab.rig.errors import RigError
 from lab.rig.gpu import engine, pack, reference
 from lab.rig.gpu.engine import Running, Variant, compared, kernel_shares
+from lab.rig.member import Spec
+from lab.rig.tree import REPOSITORY
 
 
 def by_hand(row: list[float], length: int, start: int, k: int) -> list[int]:
@@ -153,3 +160,46 @@ def test_an_archive_of_another_list_is_made_again(tmp_path: Path, monkeypatch: p
 def test_a_missing_archive_is_named(tmp_path: Path) -> None:
     with pytest.raises(RigError, match="engine-0"):
         engine.unpack(tmp_path, tmp_path / "home")
+
+
+def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str = "") -> tuple[int, dict[str, Any]]:
+    """Run the whole of ``gpu-engine`` with small servers in the engines' place; its exit code and its report."""
+
+    def spec(variant: Variant, trees: object, model: object, port: int, home: Path) -> Spec:
+        kernels = home / ".cache/tvm-ffi"
+        kernels.mkdir(parents=True, exist_ok=True)
+        (kernels / "one.so").touch()
+        name = variant.name + (" wrong" if variant.name == wrong else "")
+        argv = (sys.executable, str(Path(__file__).with_name("fake_engine.py")), str(port), name)
+        env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        return Spec("E", argv, env, (READY, LISTENS), "alone", port)
+
+    monkeypatch.setenv("PATCHBUNDLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(engine, "spec", spec)
+    monkeypatch.setattr(engine, "unpack", lambda pack, home: {})
+    monkeypatch.setattr(models, "ensure", lambda name, make: tmp_path)
+    monkeypatch.setattr(engine, "machine", dict)
+    monkeypatch.setattr(sys, "argv", ["engine", str(tmp_path), "--out", str(tmp_path / "out.json"), "--new", "3"])
+    code = engine.main()
+    report: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+    return code, report
+
+
+def test_a_whole_run_starts_every_variant_asks_it_and_writes_one_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, report = played(monkeypatch, tmp_path)
+    assert (code, report["green"]) == (0, True), report
+    assert set(report["runs"]) == {engine.FIRST.name, *(variant.name for variant in engine.VARIANTS)}
+    assert report["compiled"] == [".cache/tvm-ffi/one.so"]
+    assert report["runs"]["stock watched"]["selections"] == {"rows": 9, "wrong": 2, "unlike_again": 1}
+    exact = report["runs"]["exact plain"]
+    assert exact["repeated"]["60000"] == {"times": 20, "different_texts": 1}
+    assert set(exact["batch_orders"]["different_texts"].values()) == {1}
+    assert exact["step_kernels"]["topk_us"] == 1.0 and set(exact["step_ms"]) == {"5000", "60000"}
+
+
+def test_one_variant_with_another_text_makes_the_run_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, report = played(monkeypatch, tmp_path, wrong="reference plain")
+    assert (code, report["green"]) == (1, False)
+    assert [one["right"] for one in report["compared"] if one["same_texts"] < one["demanded"]] == ["reference plain"]

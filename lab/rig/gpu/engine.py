@@ -114,8 +114,7 @@ VARIANTS = (
     Variant("patched speculative", "patched", SPECULATION, like="stock speculative"),
     Variant("exact plain", "patched", env=EXACT, steps=True),
     Variant("exact speculative", "patched", SPECULATION, EXACT, steps=True),
-    Variant("exact eager", "patched", EAGER, EXACT, "exact plain"),
-    Variant("reference plain", "patched", EAGER, {**EXACT, "PATCHBUNDLE_RIG_TOPK": "reference"}, "exact eager"),
+    Variant("reference plain", "patched", EAGER, {**EXACT, "PATCHBUNDLE_RIG_TOPK": "reference"}, "exact plain"),
     Variant(
         "reference speculative",
         "patched",
@@ -131,7 +130,6 @@ VARIANTS = (
         "exact speculative",
     ),
     Variant("stock watched", "patched", EAGER, {"PATCHBUNDLE_RIG_TOPK": "watch"}),
-    Variant("torch plain", "stock", ("--dsa-topk-backend=torch",), steps=True),
 )
 
 
@@ -191,6 +189,12 @@ def compiled(home: Path) -> list[str]:
     """Libraries that were compiled at run time, below ``home``."""
     found = [path for top in COMPILED for end in ("*.so", "*.cubin") for path in (home / top).rglob(end)]
     return sorted(path.relative_to(home).as_posix() for path in found)
+
+
+def pack_kernels(home: Path, target: Path) -> None:
+    """Write what was compiled below ``home`` to the archive ``target``."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    archive(home, [f"{top}/{name}" for top in COMPILED for name in files(home / top)], target)
 
 
 @dataclass
@@ -314,20 +318,27 @@ def begin(variant: Variant, trees: Mapping[str, Path], model: Path, home: Path) 
 
 
 def side_by_side(work: Sequence[Running], what: Callable[[Running], None]) -> None:
-    """Do ``what`` for every engine at once; an engine that fails keeps its error and is left out from then on."""
+    """Do ``what`` for every engine at once; an engine that fails keeps its error and is left out from then on.
 
-    def one(running: Running) -> None:
+    The threads live on as long as this process: a keeper ends with the thread that started it, not with its process.
+    """
+
+    def one(running: Running, ended: threading.Event) -> None:
         try:
             what(running)
         except (RigError, OSError, KeyError, ValueError) as error:
             tail = error.tail[-5:] if isinstance(error, RigError) else ()
             running.found["failed"] = "; ".join([f"{type(error).__name__}: {error}", *tail])[:1500]
+        ended.set()
+        threading.Event().wait()
 
-    threads = [threading.Thread(target=one, args=(running,)) for running in work if "failed" not in running.found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    waiting = []
+    for running in work:
+        if "failed" not in running.found:
+            waiting.append(threading.Event())
+            threading.Thread(target=one, args=(running, waiting[-1]), daemon=True).start()
+    for ended in waiting:
+        ended.wait()
 
 
 def machine() -> dict[str, str]:
@@ -345,7 +356,7 @@ def machine() -> dict[str, str]:
 # Speculation verifies several rows at once, and bf16 sums of another batch shape differ in their last bits, so a near
 # tie may go the other way: told, not demanded. The stock top-k's texts of long prompts are told too: they differ from
 # themselves.
-TOLD = (("stock plain", "stock speculative"), ("exact plain", "exact speculative"), ("torch plain", "exact plain"))
+TOLD = (("stock plain", "stock speculative"), ("exact plain", "exact speculative"))
 # Prompts that the stock top-k takes whole or nearly so.
 SHORT = 3
 
@@ -425,14 +436,14 @@ def main() -> int:
         note(f"first engine: {work[0].found}")
         side_by_side(work, lambda running: running.ask(arguments.new))
         note("first engine asked")
-        kernels = arguments.save_kernels or home
-        kernels.mkdir(parents=True, exist_ok=True)
-        names = [f"{top}/{name}" for top in COMPILED for name in files(own / top)]
-        archive(own, names, kernels / KERNELS)
-        report["kernels_mb"] = round((kernels / KERNELS).stat().st_size / 1e6, 1)
-        with tarfile.open(kernels / KERNELS, "r:xz") as source:
+        kernels = arguments.pack / KERNELS
+        if not report["carried_kernels"]:
+            kernels = home / KERNELS
+            pack_kernels(own, kernels)
+        report["kernels_mb"] = round(kernels.stat().st_size / 1e6, 1)
+        with tarfile.open(kernels, "r:xz") as source:
             source.extractall(carried, filter="data")
-        note("kernels packed")
+        note("kernels unpacked into an empty home")
         beside = [begin(variant, trees, model, carried) for variant in VARIANTS]
         work += beside
         side_by_side(beside, Running.up)
@@ -455,6 +466,8 @@ def main() -> int:
             (running,) = by_name[name]
             side_by_side([running], lambda one: one.sum_kernels(home / "traces"))
         note("kernels summed")
+        if arguments.save_kernels:
+            pack_kernels(carried, arguments.save_kernels / KERNELS)
     except RigError as error:
         print(*error.tail, f"{error.kind}: {error}", sep="\n", file=sys.stderr)
         report["error"] = error.as_json()
