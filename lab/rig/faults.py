@@ -121,7 +121,7 @@ def _pack_row_map(module: ModuleType) -> None:
     pack = module._pack
 
     def shifted(src_ptrs: Any, src_rows: Any, dst_ptrs: Any, dst_rows: Any, item_lens: Any, pack_buffer: Any) -> Any:
-        return pack(src_ptrs, src_rows[::-1], dst_ptrs, dst_rows, item_lens, pack_buffer)
+        return pack(src_ptrs, src_rows[::-1].copy(), dst_ptrs, dst_rows, item_lens, pack_buffer)
 
     vars(module)["_pack"] = shifted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -77,12 +78,12 @@ def test_an_unknown_mode_stops_the_start() -> None:
 
 
 def test_only_kernels_that_choose_the_top_k_count_as_such() -> None:
-    events = [("exact_topk_row", 30.0), ("moe_topk_softmax", 5.0), ("gemm", 60.0), ("topk_v2", 10.0)]
+    events = [("resident_rows<1024>", 30.0), ("moe_topk_softmax", 5.0), ("gemm", 60.0), ("topk_v2", 10.0)]
     trace = {"traceEvents": [{"cat": "kernel", "name": name, "dur": dur} for name, dur in events]}
     trace["traceEvents"].append({"cat": "cpu_op", "name": "topk", "dur": 1000.0})
     found = kernel_shares(trace, 10)
     assert (found["kernels_us"], found["topk_us"]) == (10.5, 4.0)
-    assert found["topk_kernels"] == ["exact_topk_row", "topk_v2"]
+    assert found["topk_kernels"] == ["resident_rows<1024>", "topk_v2"]
 
 
 def ran(name: str, *texts: tuple[int, ...], tree: str = "patched", like: str = "") -> Running:
@@ -203,3 +204,10 @@ def test_one_variant_with_another_text_makes_the_run_red(monkeypatch: pytest.Mon
     code, report = played(monkeypatch, tmp_path, wrong="reference plain")
     assert (code, report["green"]) == (1, False)
     assert [one["right"] for one in report["compared"] if one["same_texts"] < one["demanded"]] == ["reference plain"]
+
+
+def test_every_kernel_of_the_exact_top_k_is_known_by_name() -> None:
+    source = (REPOSITORY / "sources/kernels/exact_topk.cu").read_text(encoding="utf-8")
+    names = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?(\w+)\(", source)
+    assert len(names) == source.count("__global__") and names
+    assert [name for name in names if not engine.CHOOSE.search(name)] == []

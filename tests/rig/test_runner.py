@@ -215,3 +215,47 @@ def test_a_stream_tells_how_far_it_is(server: Server) -> None:
     body = {"sampling_params": {"max_new_tokens": 3}}
     last = client.stream(server.server_port, "/generate", body, 10.0, heard.append)
     assert heard == [1, 2, 3] and len(last["output_ids"]) == 3
+
+
+class Pair(BaseHTTPRequestHandler):
+    """Both engines of a pair: P counts how many it works on at once, D answers none before all three are there."""
+
+    all_there = threading.Barrier(3)
+    lock = threading.Lock()
+    working, most = 0, 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/p/generate":
+            with self.lock:
+                Pair.working += 1
+                Pair.most = max(Pair.most, Pair.working)
+            threading.Event().wait(0.1)
+            with self.lock:
+                Pair.working -= 1
+        else:
+            self.all_there.wait(20)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"output_ids": [1], "meta_info": {}}')
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_in_line_prefill_works_on_one_alone_while_decode_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = client.post
+
+    def post(port: int, path: str, body: Any, timeout: float) -> Any:
+        return stock(server.server_port, "/p" + path if port == 1 else path, body, timeout)
+
+    monkeypatch.setattr(client, "post", post)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pair) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        requests = [client.Request((1,), 1, str(index)) for index in range(3)]
+        answers = client.send_all(client.Route(2, 1, 1), requests, together=True, timeout=30, in_line=True)
+        server.shutdown()
+        thread.join()
+    assert [answer.ids for answer in answers] == [(1,)] * 3
+    assert Pair.most == 1

@@ -14,6 +14,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -159,7 +160,6 @@ def unpack(pack: Path, home: Path) -> dict[str, Path]:
 def spec(variant: Variant, trees: Mapping[str, Path], model: Path, port: int, home: Path) -> Spec:
     """The engine that runs a variant; packages come from the stock library, compiled kernels from ``home``."""
     tree, library = trees[variant.tree], trees["stock"]
-    torch_topk = "--dsa-topk-backend=torch" in variant.flags
     env = {
         **clean_environment(),
         "HOME": str(home),
@@ -171,7 +171,6 @@ def spec(variant: Variant, trees: Mapping[str, Path], model: Path, port: int, ho
         "FLASHINFER_USE_CUDA_NORM": "1",  # no CuTe DSL in the archive
         "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",  # short prompts by the sparse path too: no FA3 there
         "PYTHONUNBUFFERED": "1",
-        **({"SGLANG_DSA_FUSE_TOPK": "0", "SGLANG_OPT_USE_TOPK_V2": "0"} if torch_topk else {}),
         **({"PATCHBUNDLE_RIG_HOOKS": "lab.rig.gpu.reference"} if "PATCHBUNDLE_RIG_TOPK" in variant.env else {}),
         **variant.env,
     }
@@ -298,10 +297,14 @@ class Running:
             self.found["step_kernels"] = {"not_measured": str(error)}
 
 
+# Words in the names of kernels that choose the top-k: the stock ones, and those of exact_topk.cu.
+CHOOSE = re.compile(r"topk|resident_rows|filter_rows|stream_rows", re.IGNORECASE)
+
+
 def kernel_shares(trace: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Sum a profiler's trace: microseconds a step of all kernels, of those that choose the top-k, and their names."""
     kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
-    chosen = [event for event in kernels if "topk" in event["name"].lower() and "moe" not in event["name"].lower()]
+    chosen = [one for one in kernels if CHOOSE.search(one["name"]) and "moe" not in one["name"].lower()]
     return {
         "kernels_us": round(sum(event["dur"] for event in kernels) / steps, 1),
         "topk_us": round(sum(event["dur"] for event in chosen) / steps, 1),
