@@ -245,17 +245,17 @@ class Pair(BaseHTTPRequestHandler):
 
 def test_in_line_prefill_works_on_one_alone_while_decode_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = client.post
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pair) as both:
 
-    def post(port: int, path: str, body: Any, timeout: float) -> Any:
-        return stock(server.server_port, "/p" + path if port == 1 else path, body, timeout)
+        def post(port: int, path: str, body: Any, timeout: float) -> Any:
+            return stock(both.server_port, "/p" + path if port == 1 else path, body, timeout)
 
-    monkeypatch.setattr(client, "post", post)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Pair) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        monkeypatch.setattr(client, "post", post)
+        thread = threading.Thread(target=both.serve_forever)
         thread.start()
         requests = [client.Request((1,), 1, str(index)) for index in range(3)]
         answers = client.send_all(client.Route(2, 1, 1), requests, together=True, timeout=30, in_line=True)
-        server.shutdown()
+        both.shutdown()
         thread.join()
     assert [answer.ids for answer in answers] == [(1,)] * 3
     assert Pair.most == 1
