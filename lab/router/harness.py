@@ -309,6 +309,16 @@ class Bench:
         await self.seen()
         return time.monotonic() - begin
 
+    async def watched(self, work: Coroutine[Any, Any, T]) -> tuple[T, float]:
+        """What ``work`` gives, and the longest lag before, during and after it: a process that stood still meanwhile
+        answered late there too."""
+        lags = [await self.lag()]
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            await asyncio.wait([task], timeout=0.05)
+            lags.append(await self.lag())
+        return await task, max(lags)
+
     async def ask(
         self,
         body: Mapping[str, Any],

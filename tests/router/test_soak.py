@@ -11,7 +11,7 @@ from lab.router.soak import faults, soak
 
 
 def test_random_faults_on_both_legs_leave_nothing_behind(built: dict[str, Result]) -> None:
-    rows = soak(built["patched"], 24.0, 64, 7)
+    rows = soak(built["patched"], 60.0, 64, 7)
     print(rows)
     assert faults(rows) == []
     assert all(row["requests"] > 200 and len(row["ends"]) >= 5 for row in rows)
