@@ -45,7 +45,8 @@ _CONDITIONS: tuple[tuple[str, Any], ...] = (
     ("moe_dp_size", 1),
     ("moe_dense_tp_size", 1),
     ("moe_a2a_backend", "none"),
-    ("enable_dp_attention", True),
+    # A fused sum over one group leaves out what follows the experts.
+    ("flashinfer_allreduce_fusion_backend", None),
     # Its fallback takes a rank of the CP group for a rank of the world, which are the same only with attention TP 1.
     ("enable_dsa_cache_layer_split", False),
     ("enable_two_batch_overlap", False),

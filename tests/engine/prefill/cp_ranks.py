@@ -17,10 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from tests.engine.load import blanks, load
 from tests.engine.prefill.cp_rig import (
     ATTN_TP,
     CP,
@@ -121,7 +123,7 @@ class Weights:
         ]
 
 
-def _cut(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+def cut(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, part: int, parts: int) -> torch.Tensor:
     """Give one of ``parts`` partial sums of ``relu(x @ first) @ second``."""
     return torch.relu(x @ first.chunk(parts, 1)[part]) @ second.chunk(parts, 0)[part]
 
@@ -274,14 +276,14 @@ def forward(tree: Tree, case: Case, rank: int, result: Result) -> None:
         layer = tree.layer(RMSNorm(weights.after), sparse)
         residual = hidden.clone() if residual is None else hidden + residual
         hidden = RMSNorm(weights.before)(residual.clone(), torch.zeros_like(residual))[0]
-        hidden = _cut(hidden, weights.up, weights.down, parallel.attn_tp_rank, parallel.attn_tp_size)
+        hidden = cut(hidden, weights.up, weights.down, parallel.attn_tp_rank, parallel.attn_tp_size)
         before, given = journal.sent, (residual, residual.clone())
         with tree.active():
             hidden, residual = layer.prepare_mlp(hidden, residual, batch)
         result.entry.append(journal.sent - before)
         result.kept.append(torch.equal(*given))
         if sparse:
-            hidden = _cut(hidden, weights.first, weights.second, rank, TP)
+            hidden = cut(hidden, weights.first, weights.second, rank, TP)
             if not case.split and case.rows:
                 parallel.tp_group.all_reduce(hidden)  # the experts' own, which a batch that CP splits leaves out
         else:
@@ -293,7 +295,59 @@ def forward(tree: Tree, case: Case, rank: int, result: Result) -> None:
     result.hidden, result.residual = hidden, residual
 
 
-def work(rank: int, trees: dict[str, Tree], out: Path) -> None:
+LAYERS = 8
+SPLITS = {"stock": 1, "attention TP2": ATTN_TP}
+"""Topologies in which the layer split's broadcasts are run: attention TP ranks of each."""
+
+
+def broadcasts(pools: Any, rank: int, attn_tp: int, group: Any) -> dict[str, list[str]]:
+    """Let each owner broadcast its layer in a cache split by layers; say what came to this rank.
+
+    No NCCL is here, so both broadcasts take the fallback, and none has a communicator of its own.
+
+    Returns:
+        For the KV and for the index keys, layer by layer: ``right``, ``wrong``, or the name of an error.
+    """
+    cp_size, cp_rank = TP // attn_tp, rank // attn_tp
+    found: dict[str, list[str]] = {"kv": [], "index": []}
+    pool = pools.LayerSplitDSATokenToKVPool.__new__(pools.LayerSplitDSATokenToKVPool)
+    pool.layer_shard_rank, pool.layer_shard_size, pool.layer_num, pool.start_layer = cp_rank, cp_size, LAYERS, 0
+    pool.layer_broadcast_comm = None
+    index = pools.LayerSplitIndexKeyCache.__new__(pools.LayerSplitIndexKeyCache)
+    index.pool, index.remote_layer_id = pool, None
+    # Each owner's rows say whose they are, and of which layer.
+    index.buffer = [torch.tensor([cp_rank, layer, 7]) for layer in range(LAYERS)]
+    cp_group = SimpleNamespace(world_size=cp_size, pynccl_comm=None, cpu_group=group)
+    with mock.patch.object(pools, "get_parallel", return_value=SimpleNamespace(attn_cp_group=cp_group)):
+        for layer in range(LAYERS):
+            wanted = torch.tensor([pool._get_layer_owner_rank(layer), layer, 7])
+            for kind in found:
+                into = torch.zeros(3, dtype=torch.int64)
+                index.remote_buffer = into
+                try:
+                    if kind == "index":
+                        index.get_broadcastable_buffer(layer)
+                    else:
+                        mine = index.buffer[layer] if pool._is_layer_owned(layer) else None
+                        pool._broadcast_tensor_from_owner(into, layer, mine, use_layer_broadcast_comm=True)
+                    found[kind].append("right" if torch.equal(into, wanted) else "wrong")
+                except ValueError as error:
+                    found[kind].append(type(error).__name__)
+    return found
+
+
+def load_pools(root: Path) -> Any:
+    """Load the tree's file of the cache that is split by layers."""
+    path = "sglang/srt/mem_cache/dsa_cache_layer_split.py"
+    helpers = "sglang/srt/layers/cp/utils.py"
+    known = {**blanks(root, path), **blanks(root, helpers)}
+    known["sglang.srt.layers.cp.utils"] = load(root, helpers, known)
+    vars(known["sglang.srt.mem_cache.memory_pool"])["DSATokenToKVPool"] = type("DSATokenToKVPool", (), {})
+    vars(known["sglang.srt.mem_cache.index_key_cache"])["IndexKeyCache"] = type("IndexKeyCache", (), {})
+    return load(root, path, known)
+
+
+def work(rank: int, trees: dict[str, Tree], pools: dict[str, Any], out: Path) -> None:
     """Be rank ``rank``: run every case and write the results."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     where = f"file://{out / 'meeting'}"
@@ -307,7 +361,12 @@ def work(rank: int, trees: dict[str, Tree], out: Path) -> None:
         except AssertionError as error:
             result.error = f"AssertionError {error}".strip()
         dist.barrier()
-    torch.save({name: vars(result) for name, result in results.items()}, out / f"{rank}.pt")
+    split: dict[str, dict[str, list[str]]] = {}
+    for topology, attn_tp in SPLITS.items():
+        groups = [dist.new_group(list(range(lane, TP, attn_tp))) for lane in range(attn_tp)]
+        for name, module in pools.items():
+            split[f"{name}, {topology}"] = broadcasts(module, rank, attn_tp, groups[rank % attn_tp])
+    torch.save([{name: vars(result) for name, result in results.items()}, split], out / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -319,13 +378,14 @@ def main(stock: Path, patched: Path, out: Path) -> int:
     for name, (variant, plant) in FAULTS.items():
         trees[name] = Tree(patched, GATES[variant])
         plant(trees[name], Tree(stock))
+    pools = {"base": load_pools(stock), "patched": load_pools(patched)}
     children = []
     for rank in range(TP):
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                work(rank, trees, out)
+                work(rank, trees, pools, out)
                 code = 0
             except BaseException:
                 traceback.print_exc()
