@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -249,15 +249,27 @@ class Builder:
         built = self.place / "target" / ("debug" if self.profile == "dev" else self.profile) / "libsglang_router_rs.so"
         return self._keep(variant, tree, built, compiled, time.monotonic() - start)
 
-    def _write_tree(self, variant: str) -> Path:
-        """Lay out the crate, and what it needs beside the registry."""
+    def test(self, source: Path) -> str:
+        """Compile the Rust file ``source`` beside the patched crate as a test of it, and run it; returns what it said.
+
+        The lock file of the archive is used as it is: cargo finds the file in ``tests/`` without being told of it.
+
+        Raises:
+            BuildError: it does not compile, or a test fails.
+        """
+        with locked(self.place / "lock") as held:
+            self._write_tree("patched", {f"bindings/python/tests/{source.name}": source.read_bytes()})
+            return self._cargo("patched", held, "test", "--test", source.stem)
+
+    def _write_tree(self, variant: str, more: Mapping[str, bytes] | None = None) -> Path:
+        """Lay out the crate with ``more`` files, and what it needs beside the registry."""
         files = unpacked(self.base, self.base.archives[0])
         if variant == "patched":
             files = patched_files(self.bundle, self.base, files, self.level)
         tree = self.place / "trees" / variant
         tree.mkdir(parents=True, exist_ok=True)
         self._write_sources()
-        write_tree(tree, files)
+        write_tree(tree, {**files, **(more or {})})
         return tree
 
     def _cargo(self, variant: str, held: int, verb: str, *words: str) -> str:
