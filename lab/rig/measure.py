@@ -262,6 +262,45 @@ def rows(name: str, result: Result) -> list[dict[str, Any]]:
     return made
 
 
+def _jumps(results: Results, names: Sequence[str]) -> float:
+    """How torn the worst of the retracted requests lay in the pool."""
+    found = _events(results, names[0], "decode", "offload")
+    if not found:
+        raise NothingToMeasure(f"{names[0]}: nothing was retracted")
+    return max(int(values["jumps"]) for values in found)
+
+
+def _lost_each(results: Results, names: Sequence[str]) -> float:
+    return _lost(results, names) / _some_retractions(results, names[0])
+
+
+def _accept_kept(results: Results, names: Sequence[str]) -> float:
+    left, right = _pairs(results, names)
+    tokens, steps = (sum(len(a.ids) - 1 for a in side) for side in (left, right)), _steps(left, right)
+    return next(tokens) / steps[0] / (next(tokens) / steps[1])
+
+
+def _extra_steps(results: Results, names: Sequence[str]) -> float:
+    left, right = _pairs(results, names)
+    more, fewer = _steps(left, right)
+    return (more - fewer) / _some_retractions(results, names[0])
+
+
+def _steps(*sides: Sequence[Answer]) -> list[int]:
+    """Verification steps of each side."""
+    found = [sum(answer.verify_steps for answer in side) for side in sides]
+    if not all(found):
+        raise NothingToMeasure("no request was verified")
+    return found
+
+
+def _some_retractions(results: Results, name: str) -> float:
+    count = _retractions(results, [name])
+    if not count:
+        raise NothingToMeasure(f"{name}: nothing was retracted")
+    return count
+
+
 def _seconds(results: Results, names: Sequence[str]) -> float:
     return max(answer.seconds for answer in _answers(results, names[0]))
 
@@ -285,6 +324,14 @@ MEASURES: dict[str, Measure] = {
     "transfer_calls": Measure("transfer calls of P with KV", 1, _transfer_calls),
     "lost": Measure("accepted tokens thrown away at retractions", 1, _lost),
     "rows_behind": Measure("committed rows minus saved rows at a retraction, the largest", 1, _rows_behind),
+    "lost_each": Measure("the same for each retraction", 1, _lost_each),
+    "accept_kept": Measure(
+        "tokens a step of the first send over those of the same requests in the second", 2, _accept_kept
+    ),
+    "extra_steps": Measure(
+        "steps more than the same requests took in the second send, for each retraction", 2, _extra_steps
+    ),
+    "jumps": Measure("pages of a retracted request that do not follow the one before, the most", 1, _jumps),
     "sources": Measure("ranks of P that sent KV", 1, _sources),
     "uneven": Measure("requests of D's busiest data-parallel rank minus those of its idlest", 1, _uneven),
     "told": Measure(

@@ -53,9 +53,12 @@ def _watch_retraction(module: ModuleType) -> None:
     request: Any = module.Req
     offload, load = request.offload_kv_cache, request.load_kv_cache
 
-    def offload_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        say("offload", rid=self.rid, rows=self.seqlen - 1, committed=self.kv_committed_len, out=len(self.output_ids))
-        return offload(self, *args, **kwargs)
+    def offload_kv_cache(self: Any, slots: Any, allocator: Any) -> Any:
+        rows = self.seqlen - 1
+        pages = slots.req_to_token[self.req_pool_idx, : rows : allocator.page_size] // allocator.page_size
+        jumps = int((pages[1:] - pages[:-1] != 1).sum())
+        say("offload", rid=self.rid, rows=rows, committed=self.kv_committed_len, out=len(self.output_ids), jumps=jumps)
+        return offload(self, slots, allocator)
 
     def load_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         say("restore", rid=self.rid, rows=self.seqlen - 1)
