@@ -7,7 +7,6 @@ drafts, for aborts and for other requests is seen in the engine's own event loop
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +16,11 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.engine.decode.node import DRAFTED, Node, Settings, drain, text
+from tests.engine.decode.node import Node, drain, text
+from tests.engine.decode.pair import PAGE, Pair, scribble
 from tests.engine.decode.world import GATES, World
 
 Tree = Callable[[str], Path]
-PAGE = 64
 KINDS = ("mla", "dsa", "dsa fp8")
 
 
@@ -54,110 +53,6 @@ def ungated(patched: Tree) -> World:
 # Bytes
 
 
-def buffers(pool: Any) -> list[torch.Tensor]:
-    return [*pool.kv_buffer, *getattr(pool, "index_k_with_scale_buffer", [])]
-
-
-def scribble(pool: Any, seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    for buffer in buffers(pool):
-        view = buffer.view(torch.uint8)
-        view.copy_(torch.randint(0, 255, view.shape, generator=random, dtype=torch.uint8))
-
-
-class Pair:
-    """A target's and a draft's pool of one rank, the allocator of both, and one request."""
-
-    def __init__(self, world: World, kind: str, *, ranks: int = 1, rank: int = 0, tokens: int = 151) -> None:
-        self.world, self.kind, self.ranks, self.rank = world, kind, ranks, rank
-        self.tokens, self.wide = tokens, PAGE * ranks
-        self._stack = ExitStack()
-        self.memory = world.module("mem_cache.memory_pool")
-        allocators = world.module("mem_cache.allocator.paged")
-        parallel = world.module("runtime_context").get_parallel()
-        forced = {"dcp_enabled": ranks > 1, "dcp_size": ranks, "dcp_rank": rank}
-        self._stack.enter_context(parallel.override(**forced, attn_dcp_size=ranks, attn_dcp_rank=rank))
-        rows = 8 * PAGE
-        self.target = self.pool(rows, 3)
-        self.draft = self.pool(rows * ranks, 1, self.wide)  # the engine sizes a draft for all slots of the group
-        self.allocator = allocators.PagedTokenToKVPoolAllocator(
-            rows * ranks, self.wide, torch.float32, "cpu", self.target, True
-        )
-        self.table = self.memory.ReqToTokenPool(4, 2048, "cpu", False)
-        self.batching = world.module("managers.schedule_batch")
-        self.request = Settings(rid="r", req_pool_idx=1, seqlen=tokens + 1, mamba_pool_idx=None, to_finish=None)
-        self.scheduler = scheduler(allocator=self.allocator, dcp_size=ranks, world=world)
-
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self._stack.close()
-
-    def pool(self, size: int, layers: int, page: int = PAGE) -> Any:
-        if self.kind == "mla":
-            return self.memory.MLATokenToKVPool(size, page, torch.float32, 12, 4, layers, "cpu", False)
-        dtype, width = (torch.float8_e4m3fn, 656) if self.kind == "dsa fp8" else (torch.bfloat16, 16)
-        return self.memory.DSATokenToKVPool(size, PAGE, 12, dtype, 4, layers, "cpu", 128, False, width)
-
-    def take(self, pages: list[int]) -> torch.Tensor:
-        """Give the request these pages of the allocator; returns the slots of its tokens."""
-        slots = torch.cat([torch.arange(page * self.wide, (page + 1) * self.wide) for page in pages])
-        self.table.req_to_token[1, : len(slots)] = slots.to(torch.int32)
-        return slots[: self.tokens]
-
-    def read(self, pool: Any, slots: torch.Tensor) -> list[torch.Tensor]:
-        """The request's bytes: its rows on this rank, and whole pages of the index up to the last token's page."""
-        own = slots[slots % self.ranks == self.rank] // self.ranks
-        found = [buffer.view(torch.uint8)[own].clone() for buffer in pool.kv_buffer]
-        pages = slots[::PAGE] // PAGE
-        return found + [buffer[pages].clone() for buffer in getattr(pool, "index_k_with_scale_buffer", [])]
-
-    def offload(self) -> None:
-        self.batching.Req.offload_kv_cache(self.request, self.table, self.allocator)
-
-    def load(self) -> None:
-        self.batching.Req.load_kv_cache(self.request, self.table, self.allocator)
-
-    def trip(self, before: list[int], after: list[int]) -> dict[str, list[bool]]:
-        """Retract, let others write everywhere, resume; says for each pool which of its buffers came back."""
-        slots = self.take(before)
-        for seed, pool in enumerate((self.target, self.draft)):
-            scribble(pool, seed)
-        then = {"target": self.read(self.target, slots), "draft": self.read(self.draft, slots)}
-        self.offload()
-        for seed, pool in enumerate((self.target, self.draft)):
-            scribble(pool, 10 + seed)
-        slots = self.take(after)
-        self.load()
-        now = {"target": self.read(self.target, slots), "draft": self.read(self.draft, slots)}
-        return {name: [torch.equal(a, b) for a, b in zip(now[name], then[name], strict=True)] for name in now}
-
-
-def scheduler(*, allocator: Any, world: World, dcp_size: int = 1, **changes: Any) -> Any:
-    """What the gate looks at; the worker is an object of the engine's own class."""
-    arguments = Settings(speculative_eagle_topk=1, dcp_size=dcp_size)
-    worker = world.module("speculative.eagle_worker_v2").EagleDraftWorker
-    one = Settings(
-        server_args=arguments,
-        token_to_kv_pool_allocator=allocator,
-        disaggregation_mode=SimpleNamespace(value="decode"),
-        draft_worker=SimpleNamespace(draft_worker=object.__new__(worker)),
-        result_queue=[],
-    )
-    for name, value in changes.items():
-        setattr(arguments if name in ARGUMENTS else one, name, value)
-    return one
-
-
-ARGUMENTS = (
-    "dcp_size",
-    "disaggregation_decode_enable_offload_kvcache",
-    "enable_hierarchical_cache",
-    "speculative_eagle_topk",
-)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_unpatched_engine_brings_back_the_target_alone(old: World, kind: str) -> None:
     with old.entered(), Pair(old, kind) as pair:
@@ -182,6 +77,16 @@ def test_under_dcp_a_draft_comes_back_by_the_rows_that_the_write_kernel_uses(new
             with Pair(new, "mla", ranks=ranks, rank=rank, tokens=PAGE * ranks + 7) as pair:
                 new.module("research.retract_draft").admit(pair.scheduler, pair.draft)
                 assert pair.draft.research_layout.latent == "striped"
+                back = pair.trip([2, 6], [5, 3])
+                assert all(back["target"]) and all(back["draft"])
+
+
+@pytest.mark.parametrize("kind", ["dsa", "dsa fp8"])
+def test_under_dcp_a_dsa_draft_comes_back_by_its_declared_rows(new: World, kind: str) -> None:
+    with new.entered():
+        for rank in range(4):
+            with Pair(new, kind, ranks=4, rank=rank, tokens=PAGE * 4 + 7) as pair:
+                new.module("research.retract_draft").admit(pair.scheduler, pair.draft)
                 back = pair.trip([2, 6], [5, 3])
                 assert all(back["target"]) and all(back["draft"])
 
@@ -536,4 +441,3 @@ def test_the_engine_asks_at_its_start(patched: Tree) -> None:
     assert (
         found < source.index("retract_draft.admit(self, draft_token_to_kv_pool)") < source.index("DecodePreallocQueue(")
     )
-    assert DRAFTED == 4
