@@ -27,13 +27,25 @@ STEP = 1024  # a row holds token * STEP + position
 NOISE = -7.0
 
 
-class Settings(SimpleNamespace):
-    """Configuration whose unnamed values are False, and whose unnamed questions are answered no."""
+class _No(int):
+    """Zero and false, and so is every part of it and every answer that it gives."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return False
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+class Settings(SimpleNamespace):
+    """Configuration whose unnamed values are false."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _No()
 
 
 class Ignored:
@@ -342,7 +354,16 @@ class Node:
 
     def request(self, prompt: Sequence[int], new: int) -> Seen:
         """Let a request arrive; the prefill's KV comes with it as soon as there is room."""
-        parameters = Settings(max_new_tokens=new, stop_strs=[], stop_regex_strs=[], ignore_eos=True, custom_params=None)
+        parameters = Settings(
+            max_new_tokens=new,
+            stop_strs=[],
+            stop_regex_strs=[],
+            ignore_eos=True,
+            custom_params=None,
+            logit_bias=None,
+            sampling_seed=None,
+            top_k=1,
+        )
         made = self.batching.Req(f"r{len(self.requests)}", "", array("q", prompt), parameters, vocab_size=1000)
         made.time_stats = Ignored()
         seen = Seen(made, list(prompt), new)

@@ -231,3 +231,19 @@ class World:
         """The module ``sglang.srt.NAME``; to be called inside :meth:`entered` for the first time."""
         full = f"sglang.srt.{name}"
         return self._modules.get(full) or importlib.import_module(full)
+
+
+class Whole(World):
+    """The same for a process of the engine's own environment: nothing is stood in for, the modules are the wheel's."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @contextmanager
+    def entered(self) -> Iterator[World]:
+        """Nothing to do: the tree is on the path, and the process was started with its gates."""
+        yield self
+
+    def module(self, name: str) -> Any:
+        """The module ``sglang.srt.NAME``."""
+        return importlib.import_module(name if name.startswith("sglang.") else f"sglang.srt.{name}")
