@@ -5,7 +5,6 @@ that no scenario depends on how busy the machine is.
 
 * ``PATCHBUNDLE_RIG_PACK_BYTES=N`` caps every pack buffer, so that what does not fit is seen with small prompts.
 * ``PATCHBUNDLE_RIG_RETRACT=8,20`` forces a retraction at these steps of a gathered send (see below) on D.
-* ``PATCHBUNDLE_RIG_POISON_SEED=1`` points every selection that reaches a draft loop from another stage at token 0.
 * ``PATCHBUNDLE_RIG_TRANSFER_FAIL=2`` lets the second KV transfer call of P fail, as a broken connection does.
 * ``PATCHBUNDLE_RIG_TRANSFER_HOLD=60`` lets P wait so many seconds before every KV transfer: to end somebody meanwhile.
 
@@ -108,25 +107,6 @@ def _retract(module: ModuleType) -> None:
             vars(module)["TEST_RETRACT"] = False
 
     scheduler.update_running_batch = update_running_batch
-
-
-@after("sglang.srt.managers.overlap_utils")
-def _poison_seed(module: ModuleType) -> None:
-    if os.environ.get("PATCHBUNDLE_RIG_POISON_SEED") != "1":
-        return
-    relay: Any = module.FutureMap
-    resolve = relay._resolve_spec_extras
-
-    def resolve_spec_extras(self: Any, batch: Any) -> Any:
-        found = resolve(self, batch)
-        seeds = getattr(batch.spec_info, "dsa_topk_indices", None)
-        if seeds is not None:
-            # Between the stages: the draft-extend, the prefill and the retraction have written, the draft has not read.
-            batch.spec_info.dsa_topk_indices = seeds.clamp(max=0)
-            say("poisoned", requests=len(seeds))
-        return found
-
-    relay._resolve_spec_extras = resolve_spec_extras
 
 
 @after("sglang.srt.disaggregation.mooncake.conn")

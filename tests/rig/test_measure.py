@@ -144,6 +144,37 @@ def test_retraction_lines_are_added_up() -> None:
     assert value("rows_behind", "a", a=result(answer(1), decode=lines)) == 1
 
 
+def test_acceptance_and_steps_are_compared_with_the_same_requests() -> None:
+    before = result(answer(*range(13), verify_steps=3), answer(*range(9), verify_steps=2))
+    after = result(answer(*range(13), verify_steps=6, retractions=2), answer(*range(9), verify_steps=2))
+    assert value("accept_kept", "b.retracted", "a", a=before, b=after) == 0.5
+    assert value("accept_kept", "b", "a", a=before, b=after) == 0.625
+    assert value("extra_steps", "b.retracted", "a", a=before, b=after) == 1.5
+    lines = [("lost", {"tokens": "4"}), ("lost", {"tokens": "1"})]
+    assert value("lost_each", "b", b=dataclasses.replace(after, events={"P": [], "D": lines})) == 2.5
+
+
+@pytest.mark.parametrize("measure", ["accept_kept", "extra_steps"])
+def test_without_a_verified_step_nothing_is_compared(measure: str) -> None:
+    plain = result(answer(1, 2, 3, retractions=1))
+    with pytest.raises(NothingToMeasure, match="verified"):
+        value(measure, "a", "b", a=plain, b=plain)
+
+
+@pytest.mark.parametrize("measure", ["lost_each", "extra_steps"])
+def test_without_a_retraction_there_is_nothing_for_each(measure: str) -> None:
+    calm = result(answer(1, 2, 3, verify_steps=1))
+    with pytest.raises(NothingToMeasure, match="nothing was retracted"):
+        value(measure, *["a", "a"][: MEASURES[measure].arguments], a=calm)
+
+
+def test_the_most_torn_of_the_retracted_requests_counts() -> None:
+    lines = [("offload", {"jumps": "0"}), ("offload", {"jumps": "3"}), ("offload", {"jumps": "1"})]
+    assert value("jumps", "a", a=result(answer(1), decode=lines)) == 3
+    with pytest.raises(NothingToMeasure, match="nothing was retracted"):
+        value("jumps", "a", a=result(answer(1)))
+
+
 def test_the_last_look_into_the_cache_counts_for_each_request() -> None:
     looks = [
         ("prefix", {"rid": "x", "tokens": "64"}),
