@@ -44,6 +44,7 @@ rig: rig-env ## the whole deployment on this CPU, stock beside patched: the shor
 rig-full: rig-env ## every scenario, and every one again with all gates unset against stock
 	$(BIN)/python tools/rig.py compare --list full
 	$(BIN)/python tools/rig.py compare --list full --gates-off
+	$(BIN)/python -m lab.rig.gpu.two --cpu --out build/two-cpu.json
 
 test-engine: rig-env ## tests inside the whole wheels
 	$(BIN)/python -m pytest -m rig
@@ -51,8 +52,12 @@ test-engine: rig-env ## tests inside the whole wheels
 gpu-pack: $(VENV)/test.stamp ## archives for one GPU machine without a network, into build/gpu
 	$(BIN)/python -m lab.rig.gpu.pack build/gpu
 
-gpu-engine: ## on that machine: the real engine, stock beside patched, from build/gpu
+gpu-engine: ## on that machine: the real engine, stock beside patched, from build/gpu; GPUS=2: dsa-dcp beside TP2
+ifeq ($(GPUS),2)
+	$(PYTHON) -m lab.rig.gpu.two build/gpu --out evidence/engine/h200-x2.json
+else
 	$(PYTHON) -m lab.rig.gpu.engine build/gpu --out evidence/engine/h200.json
+endif
 
 bench: $(VENV)/test.stamp ## the tool against git apply, quilt and sha256sum
 	$(BIN)/python benchmarks/tool.py
