@@ -7,6 +7,8 @@ that no scenario depends on how busy the machine is.
 * ``PATCHBUNDLE_RIG_RETRACT=8,20`` forces a retraction at these steps of a gathered send (see below) on D.
 * ``PATCHBUNDLE_RIG_TRANSFER_FAIL=2`` lets the second KV transfer call of P fail, as a broken connection does.
 * ``PATCHBUNDLE_RIG_TRANSFER_HOLD=60`` lets P wait so many seconds before every KV transfer: to end somebody meanwhile.
+* ``PATCHBUNDLE_RIG_CP_SIZE=2`` gives the prefill of ``cp4-attention-tp2`` two CP ranks in place of four: half the
+  processes, the same two attention ranks in each.
 
 A *gathered* send needs no variable: its requests carry names like ``calm.01of03``, and D starts none of them before
 all three are there, in the order of their names. What is batched with what is then the same in every run.
@@ -145,3 +147,13 @@ def _cap_pack_buffer(module: ModuleType) -> None:
         stock(self, min(size_bytes, cap), *args, **kwargs)
 
     buffer.__init__ = init
+
+
+@after("sglang.srt.research.cp_topology")
+@after("sglang.srt.research.narrow_topology")
+def _fewer_cp_ranks(module: ModuleType) -> None:
+    ranks = int(os.environ.get("PATCHBUNDLE_RIG_CP_SIZE", "0"))
+    if ranks and hasattr(module, "PREFILL_CP_SIZE"):
+        vars(module)["PREFILL_CP_SIZE"] = ranks
+    elif ranks:
+        vars(module).update(CP_SIZE=ranks, TP_SIZE=ranks * module.ATTN_TP_SIZE)

@@ -136,6 +136,11 @@ MODELS: dict[str, Model] = {
             "GLM-DSA, four real layers and an index top-k of 64: one layer for each owner of a split cache",
             {**_BASE, **_GLM, "num_hidden_layers": 4, "first_k_dense_replace": 4, "index_topk": 64},
         ),
+        Model(
+            "glm-dsa-mixed",
+            "GLM-DSA, a dense layer and two of experts, index top-k of 64: every boundary of a layer kind is met",
+            {**_BASE, **_GLM, "first_k_dense_replace": 1, "index_topk": 64},
+        ),
         Model("glm-dsa-gpu", "GLM-DSA twin with the real model's head sizes", {**_BASE, **_GPU, **_TWIN}, twin=True),
         Model(
             "glm-dsa-iteration",
