@@ -164,7 +164,7 @@ def stream(
     raise OSError("the stream ended before its closing line")
 
 
-def flush(port: int, limit: float = 60.0) -> None:
+def flush(port: int, limit: float = 240.0) -> None:
     """Empty the radix cache of the engine on ``port``.
 
     The engine refuses while a request is still being cleared away, so it is asked to wait for that itself.

@@ -277,7 +277,7 @@ def end(folder: Path) -> bool:
     return ended
 
 
-def wait_for_router(port: int, workers: int, check: Callable[[], None], limit: float = 120.0) -> None:
+def wait_for_router(port: int, workers: int, check: Callable[[], None], limit: float = 600.0) -> None:
     """Wait until the router lists ``workers`` healthy workers.
 
     Raises:

@@ -59,7 +59,7 @@ class Send:
     together: bool = False
     gathered: bool = False
     flush: tuple[str, ...] = ()
-    timeout: float = 240.0
+    timeout: float = 400.0
     kill: str = ""
     at: int | str = 1
     leave: int = 0
