@@ -15,6 +15,7 @@ from patchbundle.header import Header
 from patchbundle.identity import EXECUTABLE, PLAIN, File, identity_of
 from patchbundle.lock import Lock, Pins
 from patchbundle.manifest import Bundle, Patch
+from patchbundle.plan import Stand
 
 Files = dict[str, File]
 
@@ -53,7 +54,9 @@ def move(series: Series, start: int, end: int) -> Files:
     """The tree at level ``end``, made from the one at level ``start`` by the planner's operations alone."""
     tree = {path: file for path, file in series.chain[start].items() if file is not None}
     pinned = {path: tree.get(path) for path in series.bundle.pins(BASE).paths}
-    for operation in plan_module.plan(series.bundle, BASE, pinned, start, end).operations:
+    for operation in plan_module.plan(
+        Stand(series.bundle, BASE, start), Stand(series.bundle, BASE, end), pinned
+    ).operations:
         if operation.path == BASE.receipt:
             continue
         assert identity_of(tree.pop(operation.path, None)) == operation.old

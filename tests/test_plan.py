@@ -16,7 +16,7 @@ from patchbundle.errors import BundleError
 from patchbundle.identity import ABSENT, EXECUTABLE, File, Identity
 from patchbundle.lock import Lock, Pins
 from patchbundle.manifest import Bundle
-from patchbundle.plan import Plan
+from patchbundle.plan import Plan, Stand
 from tests import toy
 
 RECEIPT = f"{toy.HOME}/receipt.json"
@@ -41,10 +41,29 @@ def tree(bundle: Bundle, base: Base, level: int) -> dict[str, File | None]:
 LISTING = b"".join(record.line(path, file.identity) + b"\n" for path, file in sorted(toy.BASE.items()))
 
 
-def planned(bundle: Bundle, base: Base, start: int, end: int) -> Plan:
+def way(
+    bundle: Bundle,
+    base: Base,
+    start: int,
+    end: int,
+    files: dict[str, File | None] | None = None,
+    *,
+    record_path: str | None = None,
+    record_data: bytes | None = None,
+    receipt_data: bytes | None = None,
+) -> Plan:
     return plan_module.plan(
-        bundle, base, tree(bundle, base, start), start, end, receipt_data=plan_module.receipt_bytes(bundle, base, start)
+        Stand(bundle, base, start),
+        Stand(bundle, base, end),
+        tree(bundle, base, start) if files is None else files,
+        record_path=record_path,
+        record_data=record_data,
+        receipt_data=receipt_data,
     )
+
+
+def planned(bundle: Bundle, base: Base, start: int, end: int) -> Plan:
+    return way(bundle, base, start, end, receipt_data=plan_module.receipt_bytes(bundle, base, start))
 
 
 WAYS = [(start, end) for start in range(4) for end in range(4)]
@@ -100,7 +119,7 @@ def test_the_receipt_names_bundle_base_and_patches(bundle: Bundle, base: Base) -
 
 @pytest.mark.parametrize("foreign", [b"{}", b"\xff"], ids=["of another bundle", "of nobody"])
 def test_a_receipt_is_replaced_whatever_it_says(bundle: Bundle, base: Base, foreign: bytes) -> None:
-    made = plan_module.plan(bundle, base, tree(bundle, base, 1), 1, 2, receipt_data=foreign)
+    made = way(bundle, base, 1, 2, receipt_data=foreign)
     (operation,) = [operation for operation in made.operations if operation.path == RECEIPT]
     assert operation.old == Identity.of(foreign)
 
@@ -109,10 +128,9 @@ def test_a_receipt_is_replaced_whatever_it_says(bundle: Bundle, base: Base, fore
 
 
 def edited(bundle: Bundle, base: Base, raw: bytes, start: int, end: int) -> bytes:
-    made = plan_module.plan(
+    made = way(
         bundle,
         base,
-        tree(bundle, base, start),
         start,
         end,
         record_path=toy.RECORD,
@@ -181,7 +199,7 @@ DRIFT = {
 def test_a_tree_is_not_planned_on_with(bundle: Bundle, base: Base, level: int, path: str, file: File | None) -> None:
     assert path in tree(bundle, base, level)
     with pytest.raises(BundleError) as refusal:
-        plan_module.plan(bundle, base, {**tree(bundle, base, level), path: file}, level, 3 - level)
+        way(bundle, base, level, 3 - level, {**tree(bundle, base, level), path: file})
     assert refusal.value.code == "drift"
     assert path in refusal.value.where
 
@@ -194,14 +212,14 @@ def test_an_interim_tree_that_is_not_as_pinned_stops_the_plan(bundle: Bundle, ba
     wrong = Pins(pins.role, pins.levels, {**pins.paths, ENGINE: tuple(chain)}, pins.folders)
     other = replace(bundle, lock=Lock({}, {base.id: wrong}))
     with pytest.raises(BundleError) as refusal:
-        plan_module.plan(other, base, tree(bundle, base, 0), 0, 3)
+        way(other, base, 0, 3, tree(bundle, base, 0))
     assert refusal.value.code == "drift"
     assert f"at level {level}" in refusal.value.where
 
 
 def test_a_base_that_the_lock_does_not_know_is_not_planned_on(bundle: Bundle, base: Base) -> None:
     with pytest.raises(BundleError, match="pins for other-1"):
-        plan_module.plan(bundle, replace(base, id="other-1"), {}, 0, 1)
+        way(bundle, replace(base, id="other-1"), 0, 1, {})
 
 
 # What a series may not do, found when it is pinned.

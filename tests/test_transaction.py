@@ -490,6 +490,36 @@ def test_somebody_elses_file_in_a_new_folder_does_not_stop_recovery(small: Scene
     assert toys.HOME in trees.run(small.toy, "status", "--root", small.tree).out
 
 
+def test_each_staged_file_and_each_folder_has_an_fsync_of_its_own(
+    small: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None for another: counted at the system, by what the descriptor is of."""
+    asked: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: asked.append(os.readlink(f"/proc/self/fd/{fd}")))
+    made = calls(small, "apply")
+    root = next(path for path in asked if path.endswith(journal.BESIDE)).removesuffix(f"/{journal.BESIDE}")
+    relative = sorted(os.path.relpath(path, root) for path in asked)
+    assert relative == sorted(path for name, path in made if name == "fsync")
+    staged = [path for name, path in made if name == "open" and path.endswith(".new")]
+    assert all(relative.count(path) == staged.count(path) for path in staged)
+
+
+def test_one_fsync_of_many_that_fails_undoes_the_run(small: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real call fails; the run names the file."""
+
+    def fail(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("-1.new"):
+            raise OSError(errno.EIO, "Input/output error")
+
+    small.start("apply")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(BundleError) as refusal:
+        small.change("apply", Disk)
+    assert refusal.value.code == "stopped"
+    assert refusal.value.where.endswith("-1.new")
+    assert "everything was undone" in (refusal.value.found or "")
+
+
 def test_a_file_that_is_replaced_whole_is_on_the_disk_with_its_name(tmp_path: Path) -> None:
     made: list[tuple[str, str]] = []
     with hooked(lambda _, name, path: made.append((name, path)))(tmp_path) as disk:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +58,7 @@ def find(tree: Tree, modules: Iterable[str], mirrors: Iterable[Path] = ()) -> li
         BundleError: UNREADABLE, if a folder cannot be read for another reason.
     """
     sources = [module for module in modules if module.endswith(".py")]
-    found: list[Cache] = []
-    for module in sources:
-        found += _in_folder(tree, f"{module.rpartition('/')[0]}/__pycache__".lstrip("/"), module)
+    found = _beside(tree, sources, lambda folder: f"{folder}/__pycache__".lstrip("/"))
     for mirror in mirrors:
         try:
             other = Tree(mirror)
@@ -70,39 +68,66 @@ def find(tree: Tree, modules: Iterable[str], mirrors: Iterable[Path] = ()) -> li
             found += [Cache(mirror, "", module, "closed") for module in sources[:1]]
             continue
         with other:
-            for module in sources:
-                folder = module.rpartition("/")[0]
-                # The interpreter follows a link anywhere below the prefix.
-                link = next((f for f in (*names.parents(folder), folder) if f and other.kind(f) == "link"), "")
-                found += [Cache(mirror, link, module, "link")] if link else _in_folder(other, folder, module)
-    seen: set[str] = set()
-    return [cache for cache in found if _first(seen, f"{cache.folder}/{cache.path}")]
+            # The interpreter follows a link anywhere below the prefix.
+            found += _beside(other, sources, lambda folder: folder, links_above=True)
+    seen: dict[str, Cache] = {}
+    for cache in found:
+        seen.setdefault(f"{cache.folder}/{cache.path}", cache)
+    return list(seen.values())
 
 
-def _first(seen: set[str], item: str) -> bool:
-    new = item not in seen
-    seen.add(item)
-    return new
+def _beside(
+    tree: Tree, sources: Iterable[str], place: Callable[[str], str], *, links_above: bool = False
+) -> list[Cache]:
+    """The compiled files of ``sources``; ``place`` tells where those of a folder are. Each place is listed once."""
+    stems: dict[str, dict[str, str]] = {}
+    for module in sources:
+        folder, _, name = module.rpartition("/")
+        stems.setdefault(place(folder), {})[name.removesuffix(".py")] = module
+    found: list[Cache] = []
+    for folder, modules in stems.items():
+        above = names.parents(folder) if links_above else []
+        link = next((path for path in (*above, folder) if path and _is_link(tree, path)), None)
+        # A folder that is a link, or closed, is told of once.
+        first = next(iter(modules.values()))
+        if link is not None:
+            found.append(Cache(tree.root, link, first, "link"))
+            continue
+        try:
+            listing = tree.listing(folder)
+        except BundleError as error:
+            # A disk that fails for a moment is no closed folder: what hides a change may lie in it.
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            found.append(Cache(tree.root, folder, first, "closed"))
+            continue
+        for name, kind in sorted(listing.items()):
+            # module.cpython-311.pyc, module.cpython-311.opt-1.pyc
+            found_for = _module_of(name, modules) if kind in {"file", "link"} else None
+            if found_for is not None:
+                path = f"{folder}/{name}" if folder else name
+                found.append(
+                    _read(tree, path, found_for) if kind == "file" else Cache(tree.root, path, found_for, "link")
+                )
+    return found
 
 
-def _in_folder(tree: Tree, folder: str, module: str) -> Iterator[Cache]:
-    stem = module.rpartition("/")[2].removesuffix(".py")
+def _is_link(tree: Tree, path: str) -> bool:
     try:
-        if folder and tree.kind(folder) == "link":
-            yield Cache(tree.root, folder, module, "link")
-            return
-        listing = tree.listing(folder)
+        return tree.kind(path) == "link"
     except BundleError as error:
-        # A disk that fails for a moment is no closed folder: what hides a change may lie in it.
         if not isinstance(error.__cause__, PermissionError):
             raise
-        yield Cache(tree.root, folder, module, "closed")
-        return
-    for name, kind in sorted(listing.items()):
-        # module.cpython-311.pyc, module.cpython-311.opt-1.pyc
-        if kind in {"file", "link"} and name.startswith(f"{stem}.") and name.endswith(".pyc"):
-            path = f"{folder}/{name}" if folder else name
-            yield _read(tree, path, module) if kind == "file" else Cache(tree.root, path, module, "link")
+        return False
+
+
+def _module_of(name: str, modules: Mapping[str, str]) -> str | None:
+    """The module whose compiled file has this name. A module's own name may have dots too."""
+    if not name.endswith(".pyc"):
+        return None
+    parts = name.split(".")
+    stems = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+    return next((modules[stem] for stem in stems if stem in modules), None)
 
 
 def _read(tree: Tree, path: str, module: str) -> Cache:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from patchbundle import __version__, author, binary, fetch, manifest, output, pin, preflight, scan, transaction, work
-from patchbundle import target as target_module
-from patchbundle.disk import Disk
+from patchbundle import __version__, output
 from patchbundle.errors import BundleError, Exit, Reason
-from patchbundle.manifest import Bundle
-from patchbundle.plan import Plan
-from patchbundle.state import State
-from patchbundle.target import Target
-from patchbundle.tree import Tree
+
+# What only some verbs need is imported by those: half of a short verb's time was the imports of the others.
+if TYPE_CHECKING:
+    from patchbundle.manifest import Bundle
+    from patchbundle.plan import Plan
+    from patchbundle.state import State
+    from patchbundle.target import Target
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SCHEMA = 1
@@ -62,6 +61,8 @@ class Report:
 
     def end(self, code: Exit, error: BundleError | None = None) -> None:
         if self.as_json:
+            import json
+
             table = {
                 "schema": _SCHEMA,
                 "tool": __version__,
@@ -150,6 +151,8 @@ def target_options(function: _F) -> _F:
 
 
 def _discover(report: Report, bundle: Bundle, options: Mapping[str, Any]) -> Target:
+    from patchbundle import target as target_module
+
     if options["root"] is not None and options["python"] is not None:
         raise click.UsageError("give --root or --python, not both")
     target = target_module.discover(bundle, **options)
@@ -162,8 +165,8 @@ def _discover(report: Report, bundle: Bundle, options: Mapping[str, Any]) -> Tar
 def _plan_result(report: Report, state: State, plan: Plan) -> None:
     report.result["plan"] = {
         "base": plan.base.id,
-        "from": state.pins.name_of(plan.from_level),
-        "to": state.pins.name_of(plan.to_level),
+        "from": plan.start.name,
+        "to": plan.goal.name,
         "operations": [
             {"verb": op.verb, "path": op.path, "old": str(op.old), "new": str(op.new)} for op in plan.operations
         ],
@@ -171,8 +174,8 @@ def _plan_result(report: Report, state: State, plan: Plan) -> None:
         "gone_folders": list(plan.gone_folders),
     }
     report.say(f"base:    {plan.base.id} ({plan.base.role})")
-    report.say(f"from:    level {plan.from_level} ({state.pins.name_of(plan.from_level)})")
-    report.say(f"to:      level {plan.to_level} ({state.pins.name_of(plan.to_level)})")
+    report.say(f"from:    level {plan.start.level} ({plan.start.name})")
+    report.say(f"to:      level {plan.goal.level} ({plan.goal.name})")
     for op in plan.operations:
         report.say(f"  {op.verb:<7} {op.path}")
         report.detail(f"          {op.old.brief()} -> {op.new.brief()}")
@@ -191,6 +194,10 @@ def apply_cli() -> None:
 
 def _change(direction: str) -> Callable[..., Exit]:
     def run(report: Report, bundle_path: Path, to: str | None, dry_run: bool, **options: Any) -> Exit:
+        from patchbundle import manifest, preflight, transaction, work
+        from patchbundle.disk import Disk
+        from patchbundle.tree import Tree
+
         bundle = manifest.load(bundle_path)
         target = _discover(report, bundle, options)
         # The lock first: a plan made without it may be out of date when it is carried out.
@@ -198,7 +205,7 @@ def _change(direction: str) -> Callable[..., Exit]:
             state, plan = work.make_plan(bundle, target, direction, to, tree=tree)
             _plan_result(report, state, plan)
             if not plan.operations:
-                report.say(f"nothing to do: the tree is at level {plan.to_level} ({state.pins.name_of(plan.to_level)})")
+                report.say(f"nothing to do: the tree is at level {plan.goal.level} ({plan.goal.name})")
                 return Exit.NOTHING_TO_DO
             if not isinstance(tree, Disk):
                 warnings = preflight.check(tree, plan, target.mirrors)
@@ -214,9 +221,7 @@ def _change(direction: str) -> Callable[..., Exit]:
             report.detail(f"  dropped {path}")
         for warning in outcome.warnings:
             report.say(f"warning: {warning}")
-        report.say(
-            f"done: level {plan.to_level} ({state.pins.name_of(plan.to_level)}); restart what runs from this tree"
-        )
+        report.say(f"done: level {plan.goal.level} ({plan.goal.name}); restart what runs from this tree")
         return Exit.DONE
 
     return run
@@ -253,6 +258,8 @@ def revert_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
 @verb("plan")
 def plan_command(report: Report, bundle_path: Path, to: str | None, down: bool, **options: Any) -> Exit:
     """Show what apply (or revert) would do. Needs no lock and no write access."""
+    from patchbundle import manifest, work
+
     bundle = manifest.load(bundle_path)
     target = _discover(report, bundle, options)
     state, plan = work.make_plan(bundle, target, "revert" if down else "apply", to)
@@ -264,6 +271,8 @@ def plan_command(report: Report, bundle_path: Path, to: str | None, down: bool, 
 
 
 def _router_status(report: Report, bundle: Bundle, path: Path) -> Exit:
+    from patchbundle import binary
+
     built = binary.read(path)
     base = binary.base_of(bundle)
     name, top = binary.name_of(bundle, base, built), len(bundle.pins(base).levels)
@@ -287,6 +296,8 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, **opt
 
     Exit code 0 at a known level, 1 if the tree has drifted, 4 if a run was interrupted.
     """
+    from patchbundle import manifest, work
+
     bundle = manifest.load(bundle_path)
     if router is not None:
         if any(options.values()):
@@ -342,6 +353,10 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, **opt
 @verb("recover")
 def recover_command(report: Report, bundle_path: Path, root: Path, back: bool, dry_run: bool) -> Exit:
     """Finish (or with --back undo) a run that was interrupted. Needs no bundle: all is beside the files."""
+    from patchbundle import target as target_module
+    from patchbundle import transaction
+    from patchbundle.tree import Tree
+
     root = target_module.interrupted_root(root)
     if dry_run:
         with Tree(root) as tree:
@@ -370,6 +385,8 @@ def recover_command(report: Report, bundle_path: Path, root: Path, back: bool, d
 @verb("roundtrip")
 def roundtrip_command(report: Report, bundle_path: Path, role: str | None, each_level: bool, offline: bool) -> Exit:
     """Every series on its real base, up and down again, attested and compared byte for byte."""
+    from patchbundle import manifest, scan, work
+
     scan.check(bundle_path)
     bundle = manifest.load(bundle_path)
     rows = [
@@ -406,6 +423,8 @@ def roundtrip_command(report: Report, bundle_path: Path, role: str | None, each_
 @verb("pin")
 def pin_command(report: Report, bundle_path: Path, check: bool, members: bool, offline: bool) -> Exit:
     """Recompute patches/pins.lock, after proving that every diff applies exactly and comes off again."""
+    from patchbundle import pin
+
     if members and not check:
         for path in pin.write_members(bundle_path, offline=offline):
             report.say(f"written: {path}")
@@ -425,6 +444,9 @@ def pin_command(report: Report, bundle_path: Path, check: bool, members: bool, o
 @verb("refresh")
 def refresh_command(report: Report, bundle_path: Path, patch_id: str, tree: Path, dry_run: bool) -> Exit:
     """Write the patch ID, and its sources, back from a tree that was edited at that patch. The header is kept."""
+    from patchbundle import author, manifest
+    from patchbundle import target as target_module
+
     bundle = manifest.load_unlocked(bundle_path)
     target = target_module.discover(bundle, root=tree)
     refreshed = author.refresh(bundle, patch_id, target.root)
@@ -459,6 +481,8 @@ def rebase_command(report: Report, bundle_path: Path, role: str, version: str | 
 
     Exit code 0 if everything fits as it stands, 1 if something does not.
     """
+    from patchbundle import author, fetch, manifest
+
     if version is not None and archive is not None:
         raise click.UsageError("give --release or --archive, not both")
     bundle = manifest.load_unlocked(bundle_path)
@@ -484,6 +508,8 @@ def fetch_command(
     report: Report, bundle_path: Path, role: str | None, archive: str | None, every: bool, offline: bool
 ) -> Exit:
     """Fetch the pinned archives into the cache, by hash. What is there already is checked again."""
+    from patchbundle import fetch, manifest
+
     bases = [base for base in manifest.load_unlocked(bundle_path).bases.values() if role in (None, base.role)]
     wanted = []
     for base in bases:
@@ -506,6 +532,8 @@ def fetch_command(
 @verb("clean-cache")
 def clean_command(report: Report, bundle_path: Path) -> Exit:
     """Remove cached archives that this bundle does not name."""
+    from patchbundle import fetch, manifest
+
     bases = manifest.load_unlocked(bundle_path).bases.values()
     keep = {item.sha256 for base in bases for item in (*base.archives, *base.build)}
     removed = fetch.clean(keep)
@@ -533,6 +561,8 @@ def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, **opti
     \b
     Exit codes: 0 holds, 1 does not hold, 2 usage, 4 a run was interrupted, 6 the file system failed.
     """
+    from patchbundle import manifest, scan, work
+
     scanned = scan.check(bundle_path)
     bundle = manifest.load(bundle_path)
     report.result["bundle"] = {"digest": bundle.lock.digest, "files": scanned, "patches": len(bundle.patches)}

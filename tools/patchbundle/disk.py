@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,11 +42,19 @@ class Disk(Tree):
             raise
 
     def create(
-        self, path: str, data: bytes, permissions: int, owner: tuple[int, int] | None, like: str | None = None
+        self,
+        path: str,
+        data: bytes,
+        permissions: int,
+        owner: tuple[int, int] | None,
+        like: str | None = None,
+        *,
+        sync: bool = True,
     ) -> None:
         """Write a new file, exactly with these permission bits and this owner, down to the disk.
 
-        It gets the extended attributes (access control lists, labels) of the file ``like``.
+        It gets the extended attributes (access control lists, labels) of the file ``like``. Without ``sync`` it is
+        the caller's to bring it down to the disk, after others were written (:meth:`sync_file`).
         """
         with self._naming(path), self.parent(path) as (folder, name):
             fd = self.call("open", path, lambda: os.open(name, _NEW, 0o600, dir_fd=folder))
@@ -63,7 +70,8 @@ class Disk(Tree):
                     self._copy_attributes(like, path, fd)
                 # After the writes and the chown: both clear set-id bits. fchmod also ignores the umask.
                 self.call("chmod", path, lambda: os.fchmod(fd, permissions))
-                self.call("fsync", path, lambda: os.fsync(fd))
+                if sync:
+                    self.call("fsync", path, lambda: os.fsync(fd))
             finally:
                 os.close(fd)
 
@@ -117,6 +125,19 @@ class Disk(Tree):
         with self._naming(path), self.folder(path) as fd:
             self.call("fsync", path or ".", lambda: os.fsync(fd))
 
+    def sync_file(self, path: str) -> None:
+        """Bring a file that was written before down to the disk.
+
+        An error of one of its writes is told to the descriptor that is opened for it here; if the system has forgotten
+        the file since, its bytes come from the disk when it is read, and hashed, the next time.
+        """
+        with self._naming(path), self.parent(path) as (folder, name):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                self.call("fsync", path, lambda: os.fsync(fd))
+            finally:
+                os.close(fd)
+
     def replace(self, path: str, data: bytes, permissions: int = 0o644) -> None:
         """Write a file whole or not at all, through a new one beside it."""
         folder = path.rpartition("/")[0]
@@ -142,6 +163,8 @@ class Disk(Tree):
             except BlockingIOError:
                 if self._another_writes() or time.monotonic() > until:
                     return False
+                import random
+
                 # Not in step with others that wait too: each looks with a shared lock of its own.
                 time.sleep(random.uniform(0.001, 0.01))
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 PLAIN = "100644"
 EXECUTABLE = "100755"
@@ -70,8 +71,9 @@ class File:
     data: bytes
     mode: str = PLAIN
 
-    @property
+    @cached_property
     def identity(self) -> Identity:
+        # Once: a plan looks at every file at every level.
         return Identity.of(self.data, self.mode)
 
 

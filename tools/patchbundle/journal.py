@@ -9,12 +9,10 @@ finish    the tree is new; what is left is clearing up; recovery only goes on
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import Any
 
-from patchbundle import names
+from patchbundle import canonical, names
 from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import Identity
 
@@ -68,7 +66,7 @@ class Journal:
             "gone_folders": list(self.gone_folders),
             "mirrors": list(self.mirrors),
         }
-        return _canonical({**body, "content": hashlib.sha256(_canonical(body)).hexdigest()})
+        return canonical.sealed(body)
 
 
 def load(raw: bytes, where: str) -> Journal:
@@ -106,7 +104,3 @@ def load(raw: bytes, where: str) -> Journal:
             next_step="do not delete it: see docs/recovery.md, 'A damaged journal'",
         )
     return journal
-
-
-def _canonical(table: dict[str, Any]) -> bytes:
-    return (json.dumps(table, indent=1, sort_keys=True) + "\n").encode("ascii")

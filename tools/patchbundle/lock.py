@@ -6,9 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from patchbundle import names
+from patchbundle import canonical, names
 from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import Identity
 
@@ -32,13 +33,29 @@ class Pins:
 
     def at(self, level: int) -> dict[str, Identity]:
         """Every pinned path's identity at a level, paths in the order in which levels introduce them."""
+        return {path: self.paths[path][level] for path in self._order}
 
-        def first_change(path: str) -> int:
-            chain = self.paths[path]
-            return next((step for step in range(1, len(chain)) if chain[step] != chain[0]), len(chain))
+    def changes(self, level: int) -> tuple[str, ...]:
+        """The paths whose identity at a level is not that of the level before."""
+        return self._changes[level]
 
-        ordered = sorted(self.paths, key=lambda path: (first_change(path), path))
-        return {path: self.paths[path][level] for path in ordered}
+    @cached_property
+    def _changes(self) -> tuple[tuple[str, ...], ...]:
+        changes: list[list[str]] = [[] for _ in range(len(self.levels) + 1)]
+        for path, chain in self.paths.items():
+            for level in range(1, len(chain)):
+                # Most are one object, of one line of the lock.
+                if chain[level] is not chain[level - 1] and chain[level] != chain[level - 1]:
+                    changes[level].append(path)
+        return tuple(map(tuple, changes))
+
+    @cached_property
+    def _order(self) -> tuple[str, ...]:
+        first: dict[str, int] = {}
+        for level, paths in enumerate(self._changes):
+            for path in paths:
+                first.setdefault(path, level)
+        return tuple(sorted(self.paths, key=lambda path: (first.get(path, len(self.levels) + 1), path)))
 
     def level_of(self, patch_id: str) -> int:
         """The level at which ``patch_id`` is the last patch applied; ``base`` is level 0.
@@ -82,7 +99,7 @@ def dump(lock: Lock) -> bytes:
             for base_id, pins in lock.bases.items()
         },
     }
-    return _canonical({**body, "content": hashlib.sha256(_canonical(body)).hexdigest()})
+    return canonical.sealed(body)
 
 
 def load(raw: bytes, where: str) -> Lock:
@@ -103,12 +120,12 @@ def load(raw: bytes, where: str) -> Lock:
             for base_id, entry in table["bases"].items()
         }
         lock = Lock(dict(table["artifacts"]), bases, hashlib.sha256(raw).hexdigest())
-        canonical = dump(lock)
+        written = dump(lock)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise BundleError(
             Reason.LOCK, where, expected=f"a lock of schema {SCHEMA}", found=f"{error!r}", next_step=_REPAIR
         ) from None
-    if canonical != raw:
+    if written != raw:
         raise BundleError(
             Reason.LOCK,
             where,
@@ -119,7 +136,7 @@ def load(raw: bytes, where: str) -> Lock:
     for base_id, pins in lock.bases.items():
         _check_pins(pins, f"{where}: {base_id}")
         for level in range(len(pins.levels)):
-            if pins.at(level) == pins.at(level + 1):
+            if not pins.changes(level + 1):
                 raise BundleError(
                     Reason.LOCK, f"{where}: {base_id}: {pins.levels[level]}", found="a patch without effect"
                 )
@@ -139,10 +156,6 @@ def _check_pins(pins: Pins, where: str) -> None:
             raise BundleError(Reason.LOCK, f"{where}: {folder}", expected="a level of the series", found=repr(level))
         if folder in pins.paths:
             raise BundleError(Reason.LOCK, f"{where}: {folder}", expected="a folder", found="a pinned file")
-
-
-def _canonical(table: Mapping[str, Any]) -> bytes:
-    return (json.dumps(table, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode("ascii")
 
 
 def _steps(chain: tuple[Identity, ...]) -> dict[str, str]:

@@ -47,6 +47,7 @@ class Bundle:
     patches: tuple[Patch, ...]
     artifacts: Mapping[str, bytes]
     lock: Lock
+    release: str = ""  # the version under which it was filed; empty for the bundle at work
 
     def series(self, role: str) -> tuple[Patch, ...]:
         """The patches of a role, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -10,6 +11,7 @@ from patchbundle.errors import BundleError, Reason
 # Everything that a transaction puts beside the files it changes starts with this, so that nothing
 # else may: an interrupted run is recognised, and cleaned up, by these names alone.
 RESERVED = ".patchbundle"
+_CONTROL = re.compile("[\x00-\x1f\x7f]")
 
 
 def check(path: str, where: str) -> str:
@@ -36,7 +38,7 @@ def _fault(path: str) -> str | None:
         return "absolute"
     if "\\" in path:
         return "backslash"
-    if any(ord(char) < 32 or ord(char) == 127 for char in path):
+    if _CONTROL.search(path):
         return "control character"
     for part in path.split("/"):
         if part in {"", ".", ".."}:
@@ -57,6 +59,8 @@ def _fault(path: str) -> str | None:
 def fold(path: str) -> str:
     """The form under which two paths are the same on a file system that ignores case or Unicode form."""
     # Unicode's canonical caseless match: the decomposition comes first, or an iota subscript keeps an accent apart.
+    if path.isascii():
+        return path.lower()
     return unicodedata.normalize("NFD", unicodedata.normalize("NFD", path).casefold())
 
 
@@ -70,11 +74,12 @@ def check_together(paths: Iterable[str], where: str) -> None:
     seen: dict[str, str] = {}
     files = dict.fromkeys(paths)
     for path in files:
-        for step in (*parents(path), path):
+        above = parents(path)
+        for step in (*above, path):
             other = seen.setdefault(fold(step), step)
             if other != step:
                 raise BundleError(Reason.COLLISION, where, found=f"{other!r} and {step!r}")
-        for parent in parents(path):
+        for parent in above:
             if parent in files:
                 raise BundleError(Reason.PARENT, f"{where}: {path}", found=f"{parent} is a file")
 

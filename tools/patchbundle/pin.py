@@ -13,6 +13,7 @@ from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import File, identity_of
 from patchbundle.lock import Lock, Pins
 from patchbundle.manifest import Bundle, digests, load_unlocked
+from patchbundle.plan import Stand
 
 _CONTEXT = 3
 
@@ -122,5 +123,6 @@ def _check_way_back(bundle: Bundle, made: Lock) -> None:
         members = dict(fetch.members(fetch.fetch(base, fetch.default_archive(base), offline=True)))
         chain = plan_module.levels(locked, base, {path: members.get(path) for path in pins.paths})
         top = len(pins.levels)
-        plan_module.plan(locked, base, chain[0], 0, top)
-        plan_module.plan(locked, base, chain[top], top, 0)
+        ends = Stand(locked, base, 0), Stand(locked, base, top)
+        plan_module.plan(ends[0], ends[1], chain[0])
+        plan_module.plan(ends[1], ends[0], chain[top])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from patchbundle import names, record
+from patchbundle import canonical, names, record
 from patchbundle.bases import Base
-from patchbundle.diff import FileDiff
 from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import ABSENT, PLAIN, File, Identity, identity_of
 from patchbundle.lock import Pins
@@ -32,26 +30,61 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Stand:
+    """A level of a bundle's series on one of its bases."""
+
+    bundle: Bundle
+    base: Base
+    level: int
+
+    @property
+    def pins(self) -> Pins:
+        return self.bundle.pins(self.base)
+
+    @property
+    def name(self) -> str:
+        """As people name it: the patch on top, after the release of the bundle if it is a filed one."""
+        own = self.pins.name_of(self.level)
+        return f"{self.bundle.release}:{own}" if self.bundle.release and self.level else own
+
+    def folders(self) -> set[str]:
+        """The folders of ours that are there."""
+        return {folder for folder, first in self.pins.folders.items() if first <= self.level}
+
+    def recorded(self) -> dict[str, Identity]:
+        """What an installed RECORD says of every pinned path."""
+        return self.pins.at(self.level)
+
+    def released(self) -> set[str]:
+        """The pinned paths that the base itself has."""
+        return {path for path, chain in self.pins.paths.items() if chain[0].is_file}
+
+
+@dataclass(frozen=True)
 class Plan:
-    """File operations from one level to another, in the order in which they are made.
+    """File operations from where a tree stands to where it is to stand, in the order in which they are made.
 
     New files come first and removals last, so that no call site ever stands without the module it calls.
     """
 
-    base: Base
-    from_level: int
-    to_level: int
+    start: Stand
+    goal: Stand
     operations: tuple[Operation, ...]
     new_folders: tuple[str, ...]
     gone_folders: tuple[str, ...]
 
+    @property
+    def base(self) -> Base:
+        return self.goal.base
+
 
 def touched_paths(bundle: Bundle, base: Base) -> set[str]:
     """Every path that some patch of the base's series touches."""
-    paths: set[str] = set()
-    for patch in bundle.series(base.role):
-        paths |= {file.path for file in patch.files} | set(_installs(bundle, base, patch))
-    return paths
+    return {path for patch in bundle.series(base.role) for path in _touched(bundle, base, patch)}
+
+
+def _touched(bundle: Bundle, base: Base, patch: Patch) -> set[str]:
+    return {file.path for file in patch.files} | set(_installs(bundle, base, patch))
 
 
 def levels(bundle: Bundle, base: Base, tree: Mapping[str, File | None]) -> list[Tree]:
@@ -70,11 +103,9 @@ def levels(bundle: Bundle, base: Base, tree: Mapping[str, File | None]) -> list[
 
 
 def plan(
-    bundle: Bundle,
-    base: Base,
+    start: Stand,
+    goal: Stand,
     tree: Mapping[str, File | None],
-    from_level: int,
-    to_level: int,
     *,
     record_path: str | None = None,
     record_data: bytes | None = None,
@@ -82,41 +113,45 @@ def plan(
 ) -> Plan:
     """Plan the way from one level to another; every level between is checked against its pins.
 
-    ``tree`` holds the bytes of every pinned path at ``from_level``; ``record_data`` the bytes of the installed
-    RECORD, if the tree has one; ``receipt_data`` those of the receipt that stands there now.
+    From one bundle to another it leads over the base, in memory. ``tree`` holds the bytes of every path that either
+    pins; ``record_data`` the bytes of the installed RECORD, if the tree has one; ``receipt_data`` those of the receipt
+    that stands there now.
 
     Raises:
         BundleError: if any interim tree is not exactly as pinned.
     """
-    pins = bundle.pins(base)
-    series = bundle.series(base.role)
+    turn = min(start.level, goal.level) if start.bundle is goal.bundle else 0
     current = dict(tree)
-    _check_pins(current, pins, from_level, base.id)
-    for level in range(from_level, to_level):
-        current = _forward(bundle, base, series[level], current)
-        _check_pins(current, pins, level + 1, f"patches/{series[level].file}")
-    for level in range(from_level, to_level, -1):
-        current = _backward(bundle, base, series[level - 1], current, pins.at(level - 1))
-        _check_pins(current, pins, level - 1, f"patches/{series[level - 1].file}")
+    _check_pins(current, start, start.level, start.base.id, start.pins.paths)
+    down, up = start.bundle.series(start.base.role), goal.bundle.series(goal.base.role)
+    for level in range(start.level, turn, -1):
+        current = _backward(start, down[level - 1], current, level - 1)
+        _check_step(current, start, level - 1, down[level - 1], level)
+    if start.bundle is not goal.bundle:
+        _check_pins(current, goal, turn, goal.base.id, goal.pins.paths)
+    for level in range(turn + 1, goal.level + 1):
+        current = _forward(goal.bundle, goal.base, up[level - 1], current)
+        _check_step(current, goal, level, up[level - 1], level)
 
-    operations = [_operation(path, tree[path], current[path]) for path in pins.at(to_level)]
-    old, new = pins.at(from_level), pins.at(to_level)
-    receipt = receipt_bytes(bundle, base, to_level)
-    operations.append(_operation(base.receipt, _file(receipt_data), _file(receipt)))
+    paths = dict.fromkeys([*goal.pins.at(goal.level), *start.pins.paths])
+    operations = [_operation(path, tree[path], current[path]) for path in paths]
+    receipt = receipt_bytes(goal.bundle, goal.base, goal.level)
+    if start.base.receipt == goal.base.receipt:
+        operations.append(_operation(goal.base.receipt, _file(receipt_data), _file(receipt)))
+    else:
+        operations.append(_operation(start.base.receipt, _file(receipt_data), None))
+        operations.append(_operation(goal.base.receipt, None, _file(receipt)))
     if record_path is not None and record_data is not None:
-        released = {path for path, identity in pins.at(0).items() if identity.is_file}
-        edited = _edit_record(record_data, old, new, base.receipt, receipt, record_path, released)
+        edited = _edit_record(record_data, start, goal, receipt, record_path)
         operations.append(Operation(record_path, Identity.of(record_data), Identity.of(edited), edited))
-    made = sorted(folder for folder, level in pins.folders.items() if from_level < level <= to_level)
-    gone = sorted((f for f, level in pins.folders.items() if to_level < level <= from_level), reverse=True)
+    before, after = start.folders(), goal.folders()
     order = {"create": 0, "change": 1, "remove": 2}
     return Plan(
-        base,
-        from_level,
-        to_level,
+        start,
+        goal,
         tuple(sorted((op for op in operations if op.old != op.new), key=lambda op: order[op.verb])),
-        tuple(made),
-        tuple(gone),
+        tuple(sorted(after - before)),
+        tuple(sorted(before - after, reverse=True)),
     )
 
 
@@ -132,7 +167,7 @@ def receipt_bytes(bundle: Bundle, base: Base, level: int) -> bytes | None:
         "level": level,
         "patches": list(bundle.pins(base).levels[:level]),
     }
-    return (json.dumps(receipt, indent=1, sort_keys=True) + "\n").encode("ascii")
+    return canonical.dump(receipt)
 
 
 def _file(data: bytes | None) -> File | None:
@@ -143,20 +178,21 @@ def _operation(path: str, old: File | None, new: File | None) -> Operation:
     return Operation(path, identity_of(old), identity_of(new), None if new is None else new.data)
 
 
-def _edit_record(
-    raw: bytes,
-    old: dict[str, Identity],
-    new: dict[str, Identity],
-    receipt: str,
-    data: bytes | None,
-    where: str,
-    released: set[str],
-) -> bytes:
+def _edit_record(raw: bytes, start: Stand, goal: Stand, receipt: bytes | None, where: str) -> bytes:
     """The RECORD after the plan. The receipt's line is replaced whatever it says, as the receipt itself is."""
-    # First in line, so that one step of two levels appends the same lines as two steps of one.
-    old = {receipt: record.found(raw, receipt), **old}
-    new = {receipt: ABSENT if data is None else Identity.of(data), **new}
-    return record.edit(raw, old, new, where, released)
+    ends = Identity.of(receipt) if receipt is not None else ABSENT
+    if start.bundle is goal.bundle:
+        # The receipt first in line, so that one step of two levels appends the same lines as two steps of one.
+        own = start.base.receipt
+        old = {own: record.found(raw, own), **start.recorded()}
+        return record.edit(raw, old, {own: ends, **goal.recorded()}, where, start.released())
+    # As if the base had been there in between, so that lines stand where a fresh run puts them.
+    base = replace(start, level=0)
+    old = {start.base.receipt: record.found(raw, start.base.receipt), **start.recorded()}
+    raw = record.edit(raw, old, {start.base.receipt: ABSENT, **base.recorded()}, where, start.released())
+    base = replace(goal, level=0)
+    old = {goal.base.receipt: ABSENT, **base.recorded()}
+    return record.edit(raw, old, {goal.base.receipt: ends, **goal.recorded()}, where, goal.released())
 
 
 def _installs(bundle: Bundle, base: Base, patch: Patch) -> dict[str, bytes]:
@@ -168,46 +204,51 @@ def _forward(bundle: Bundle, base: Base, patch: Patch, tree: Mapping[str, File |
     where = f"patches/{patch.file}"
     result = dict(tree)
     for file in patch.files:
-        result[file.path] = _apply(file, result.get(file.path), where)
+        result[file.path] = file.apply(result.get(file.path), where, restored_mode=PLAIN)
     for path, data in _installs(bundle, base, patch).items():
         if result.get(path) is not None:
             raise BundleError(Reason.FILE_EXISTS, f"{where}: {path}", expected="no file where a source lands")
         result[path] = File(data)
-    _check_parents(result, where)
+    _check_parents(result, _touched(bundle, base, patch), where)
     return result
 
 
-def _backward(
-    bundle: Bundle, base: Base, patch: Patch, tree: Mapping[str, File | None], pins: Mapping[str, Identity]
-) -> Tree:
+def _backward(stand: Stand, patch: Patch, tree: Mapping[str, File | None], level: int) -> Tree:
     where = f"patches/{patch.file}"
     result = dict(tree)
-    for path, data in _installs(bundle, base, patch).items():
+    for path, data in _installs(stand.bundle, stand.base, patch).items():
         if identity_of(result.get(path)) != Identity.of(data):
             raise BundleError(Reason.CONTEXT_DIFFERS, f"{where}: {path}", expected="the bytes of its source")
         result[path] = None
     for file in reversed(patch.files):
-        pinned = pins.get(file.path, ABSENT)
-        result[file.path] = _apply(file.reversed(), result.get(file.path), where, pinned.mode or PLAIN)
-    _check_parents(result, where)
+        pinned = stand.pins.paths[file.path][level] if file.path in stand.pins.paths else ABSENT
+        back = file.reversed()
+        result[file.path] = back.apply(result.get(file.path), where, restored_mode=pinned.mode or PLAIN)
+    _check_parents(result, _touched(stand.bundle, stand.base, patch), where)
     return result
 
 
-def _apply(file: FileDiff, old: File | None, where: str, restored_mode: str = PLAIN) -> File | None:
-    return file.apply(old, where, restored_mode=restored_mode)
-
-
-def _check_parents(tree: Mapping[str, File | None], where: str) -> None:
-    files = {path for path, file in tree.items() if file is not None}
-    for path in files:
-        for parent in names.parents(path):
-            if parent in files:
+def _check_parents(tree: Mapping[str, File | None], touched: Iterable[str], where: str) -> None:
+    """No file stands below a file. Of paths that are files at different levels see :func:`levels`."""
+    for path in touched:
+        for parent in names.parents(path) if tree.get(path) is not None else ():
+            if tree.get(parent) is not None:
                 raise BundleError(Reason.PARENT, f"{where}: {path}", found=f"{parent} is a file")
 
 
-def _check_pins(tree: Mapping[str, File | None], pins: Pins, level: int, where: str) -> None:
-    for path, pinned in pins.at(level).items():
-        found = identity_of(tree.get(path))
+def _check_step(tree: Mapping[str, File | None], stand: Stand, level: int, patch: Patch, step: int) -> None:
+    """The tree is as pinned at ``level`` after the step between ``step`` and the level below it.
+
+    Only what the patch touches and what the lock changes there: the rest is as it was at the level before.
+    """
+    paths = {*_touched(stand.bundle, stand.base, patch), *stand.pins.changes(step)}
+    _check_pins(tree, stand, level, f"patches/{patch.file}", sorted(paths & stand.pins.paths.keys()))
+
+
+def _check_pins(tree: Mapping[str, File | None], stand: Stand, level: int, where: str, paths: Iterable[str]) -> None:
+    pins = stand.pins
+    for path in paths:
+        found, pinned = identity_of(tree.get(path)), pins.paths[path][level]
         if found != pinned:
             raise BundleError(
                 Reason.DRIFT,

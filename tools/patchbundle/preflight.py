@@ -6,12 +6,15 @@ import os
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchbundle import bytecode, journal, names
 from patchbundle.errors import BundleError, Reason, command
 from patchbundle.identity import Identity
-from patchbundle.plan import Plan
 from patchbundle.tree import Tree
+
+if TYPE_CHECKING:
+    from patchbundle.plan import Plan
 
 # Room for the journal, folders and block rounding, beside the bytes themselves.
 _SLACK = 1 << 20

@@ -9,16 +9,19 @@ kept line by line, since installers differ.
 from __future__ import annotations
 
 import base64
+import binascii
 import csv
 import hashlib
 import io
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import ABSENT, PLAIN, Identity
 
-_HASHED = re.compile(r"sha256=([A-Za-z0-9_-]{43}),(0|[1-9][0-9]{0,17})")
+# 43 letters hold 258 bits: of the four last letters that would spell one digest only one is ever written.
+_HASHED = re.compile(r"sha256=([A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]),(0|[1-9][0-9]{0,17})")
+_STANDARD = str.maketrans("-_", "+/")
 # What installers add to a RECORD beside the wheel's own entries.
 _INSTALLERS = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
 
@@ -58,11 +61,12 @@ def edit(
     check(raw, old, where, released)
     text, ends = _split(raw)
     changed = {path for path in old if old[path] != new[path]}
+    keys = _keys(changed)
     kept: list[tuple[bytes, bytes]] = []
     replaced: set[str] = set()
     for content, end in zip(text, ends, strict=True):
-        path = _path(content)
-        if path in changed:
+        path = _path_of(content, keys)
+        if path is not None:
             if new[path].is_file:
                 content = line(path, new[path])
             elif path in (released or ()):
@@ -90,11 +94,7 @@ def check(raw: bytes, pins: Mapping[str, Identity], where: str, released: Set[st
     Raises:
         BundleError: RECORD, naming the path.
     """
-    found: dict[str, list[bytes]] = {}
-    for content in _split(raw)[0]:
-        path = _path(content)
-        if path in pins:
-            found.setdefault(path, []).append(content)
+    found = _lines_of(raw, pins)
     for path, identity in pins.items():
         lines = found.get(path, [])
         if identity.is_file:
@@ -129,10 +129,7 @@ def entries(raw: bytes) -> dict[str, tuple[str, int]]:
         match = _HASHED.fullmatch(f"{row[1]},{row[2]}")
         if match is None:
             raise BundleError(Reason.RECORD, f"RECORD: {row[0]}", expected="path,sha256=…,size", found=repr(row))
-        # 43 letters hold 258 bits, so that four of them spell one digest. What was written stays what is compared.
-        digest = base64.urlsafe_b64decode(match[1] + "=")
-        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode("ascii") != match[1]:
-            raise BundleError(Reason.RECORD, f"RECORD: {row[0]}", expected="a SHA-256 digest", found=row[1])
+        digest = binascii.a2b_base64(match[1].translate(_STANDARD) + "=")
         result[row[0]] = (digest.hex(), int(match[2]))
     return result
 
@@ -155,9 +152,37 @@ def _is_installers(path: str) -> bool:
 def _split(raw: bytes) -> tuple[list[bytes], list[bytes]]:
     """Lines without their ends, and the ends: LF, CR LF, or nothing for a last line that has none."""
     *parts, tail = raw.split(b"\n")
+    if b"\r" not in raw:
+        ends = [b"\n"] * len(parts)
+        return ([*parts, tail], [*ends, b""]) if tail else (parts, ends)
     contents = [part.removesuffix(b"\r") for part in parts]
     ends = [b"\r\n" if part.endswith(b"\r") else b"\n" for part in parts]
     return ([*contents, tail], [*ends, b""]) if tail else (contents, ends)
+
+
+def _keys(paths: Iterable[str]) -> dict[bytes, str]:
+    """Each path as the first field of its line begins, where that needs no quotes."""
+    return {path.encode("utf-8"): path for path in paths}
+
+
+def _path_of(content: bytes, keys: Mapping[bytes, str]) -> str | None:
+    """Whose line this is, of the paths in ``keys``."""
+    if content.startswith(b'"'):
+        return keys.get(_path(content).encode("utf-8", "replace"))
+    return keys.get(content.partition(b",")[0])
+
+
+def _lines_of(raw: bytes, paths: Iterable[str]) -> dict[str, list[bytes]]:
+    keys = _keys(paths)
+    found: dict[str, list[bytes]] = {}
+    for content in _split(raw)[0]:
+        # Of thousands of lines few are ours, and hardly any has quotes.
+        if content.partition(b",")[0] not in keys and content[:1] != b'"':
+            continue
+        path = _path_of(content, keys)
+        if path is not None:
+            found.setdefault(path, []).append(content)
+    return found
 
 
 def _path(content: bytes) -> str:
@@ -175,7 +200,7 @@ def found(raw: bytes, path: str) -> Identity:
     Raises:
         BundleError: RECORD, if there are two such lines or it is not a line of a hashed file.
     """
-    lines = [content for content in _split(raw)[0] if _path(content) == path]
+    lines = _lines_of(raw, [path]).get(path, [])
     if not lines:
         return ABSENT
     table = entries(lines[0] + b"\n")

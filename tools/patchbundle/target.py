@@ -6,21 +6,21 @@ import contextlib
 import json
 import os
 import re
-import selectors
-import signal
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchbundle import transaction
-from patchbundle.bases import Base
 from patchbundle.errors import BundleError, Reason
-from patchbundle.manifest import Bundle
 from patchbundle.tree import Tree
+
+if TYPE_CHECKING:
+    from patchbundle.bases import Base
+    from patchbundle.manifest import Bundle
 
 # Run by the interpreter that is asked: where would `import NAME` look? The working folder is the root, so
 # that a checkout that happens to be the current folder does not shadow the installed distribution.
@@ -233,6 +233,11 @@ def _run(command: list[str]) -> bytes:
         OSError: it could not be started.
         ValueError: it failed, with the last line that it said; it took too long; or it said too much.
     """
+    # Only --python needs them.
+    import selectors
+    import signal
+    import subprocess
+
     said: dict[str, bytearray] = {"out": bytearray(), "err": bytearray()}
     until = time.monotonic() + _PATIENCE
     # PYTHONPATH stays: an overlay folder there is exactly the second copy that must be seen.

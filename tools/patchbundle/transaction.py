@@ -18,14 +18,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchbundle import bytecode, journal, preflight
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason, command
 from patchbundle.identity import ABSENT, EXECUTABLE, Identity
 from patchbundle.journal import Journal, Step
-from patchbundle.plan import Plan
 from patchbundle.tree import Found, Tree
+
+if TYPE_CHECKING:
+    from patchbundle.plan import Plan
 
 _CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 
@@ -85,7 +88,6 @@ def run(
     disk: Disk,
     plan: Plan,
     bundle_digest: str,
-    names_of_levels: tuple[str, str],
     *,
     mirrors: Sequence[Path] = (),
     progress: Progress = _silent,
@@ -104,14 +106,15 @@ def run(
         "prepare",
         bundle_digest,
         plan.base.id,
-        *names_of_levels,
+        plan.start.name,
+        plan.goal.name,
         steps,
         plan.new_folders,
         plan.gone_folders,
         tuple(str(mirror) for mirror in mirrors),
     )
     data = {op.path: op.data for op in plan.operations if op.data is not None}
-    made: list[str] = []
+    made: set[str] = set()
     tried: list[Step] = []
     changed = False
     # One block around all of it: nothing that happens between two parts, Ctrl-C included, may get past both.
@@ -271,7 +274,7 @@ def _recover_command(root: Path, *more: str) -> str:
 # Staging.
 
 
-def _stage(disk: Disk, log: Journal, data: dict[str, bytes], made: list[str]) -> None:
+def _stage(disk: Disk, log: Journal, data: dict[str, bytes], made: set[str]) -> None:
     """Lay everything new and everything old beside its place. ``made`` grows by the paths that undoing must remove."""
     for folder in log.new_folders:
         above = folder.rpartition("/")[0]
@@ -280,6 +283,7 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes], made: list[str]) ->
         # As open as the folder above it, to everybody; but we must be able to fill it.
         with _making(made, folder):
             disk.mkdir(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU, _owner_below(status))
+    staged: list[tuple[str, Identity, int]] = []
     for step in log.steps:
         found = disk.find(step.path)
         if found.identity != step.old:
@@ -288,22 +292,29 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes], made: list[str]) ->
             permissions, owner = _attributes(disk, step, found.status)
             like = step.path if found.status is not None else None
             with _making(made, step.stage):
-                disk.create(step.stage, data[step.path], permissions, owner, like)
-            _check_staged(disk, step.stage, step.new, permissions)
+                disk.create(step.stage, data[step.path], permissions, owner, like, sync=False)
+            staged.append((step.stage, step.new, permissions))
         if step.backup is not None and found.status is not None and found.data is not None:
             with _making(made, step.backup):
                 _keep(disk, step.path, step.backup, found)
             backup = disk.find(step.backup).identity
             if backup != step.old:
                 raise preflight.swapped(disk, step.path, backup, step.old)
+    # All after all: a file system commits in one go what it was given together. One after the other, each write waits
+    # for a commit of its own.
+    for stage, _, _ in staged:
+        disk.sync_file(stage)
     for folder in _folders(disk, log):
         disk.sync_folder(folder)
+    # After they are on the disk: what is read again now is what a crash would leave.
+    for stage, expected, permissions in staged:
+        _check_staged(disk, stage, expected, permissions)
 
 
 @contextmanager
-def _making(made: list[str], path: str) -> Iterator[None]:
+def _making(made: set[str], path: str) -> Iterator[None]:
     """Note a path as ours before it is made, so that it is whenever the call stops; but not one that was there."""
-    made.append(path)
+    made.add(path)
     try:
         yield
     except FileExistsError:

@@ -23,7 +23,9 @@ _Self = TypeVar("_Self", bound="Tree")
 _ABSENT = {errno.ENOENT}
 # What is held in memory at most where the caller knows no closer limit: more than any file that a series touches.
 LIMIT = 1 << 28
+_PART = 1 << 20
 _NOT_PLAIN = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.EACCES}
+_FOLDER_THERE = Identity("folder")
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,8 @@ class Tree:
     def listing(self, path: str) -> dict[str, str]:
         """Name -> kind of everything in a folder; empty if it is not there or no folder."""
         try:
-            with self.folder(path) as fd:
-                return {
-                    name: kind_of(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode) for name in os.listdir(fd)
-                }
+            with self.folder(path) as fd, os.scandir(fd) as entries:
+                return {entry.name: _kind_of_entry(entry) for entry in entries}
         except OSError as error:
             if error.errno in _ABSENT | {errno.ELOOP, errno.ENOTDIR}:
                 return {}
@@ -163,21 +163,37 @@ class Tree:
 
 def _walk(fd: int, prefix: str, skip: frozenset[str], limit: int | None, keep: bool) -> Iterator[tuple[str, Found]]:
     for name in sorted(os.listdir(fd)):
-        found = _find(fd, name, limit, keep)
-        if found.identity.kind != "folder":
-            yield prefix + name, found
-        elif name not in skip:
-            yield prefix + name, Found(found.identity, None, os.stat(name, dir_fd=fd, follow_symlinks=False))
-            child = os.open(name, _FOLDER, dir_fd=fd)
-            try:
-                yield from _walk(child, f"{prefix}{name}/", skip, limit, keep)
-            finally:
-                os.close(child)
+        path = prefix + name
+        child = _open(fd, name)
+        if isinstance(child, Found):
+            yield path, child
+            continue
+        # One descriptor tells what it is, and is read or entered.
+        try:
+            status = os.fstat(child)
+            if not stat.S_ISDIR(status.st_mode):
+                yield path, _look(child, status, limit, keep)
+            elif name not in skip:
+                yield path, Found(_FOLDER_THERE, None, status)
+                yield from _walk(child, f"{path}/", skip, limit, keep)
+        finally:
+            os.close(child)
 
 
 def _find(folder: int, name: str, limit: int | None, keep: bool) -> Found:
+    fd = _open(folder, name)
+    if isinstance(fd, Found):
+        return fd
     try:
-        fd = os.open(name, _FILE, dir_fd=folder)
+        return _look(fd, os.fstat(fd), limit, keep)
+    finally:
+        os.close(fd)
+
+
+def _open(folder: int, name: str) -> int | Found:
+    """A descriptor of what stands there; what it is, where it cannot be opened because it is no file or folder."""
+    try:
+        return os.open(name, _FILE, dir_fd=folder)
     except OSError as error:
         if error.errno not in _NOT_PLAIN:
             raise
@@ -185,15 +201,13 @@ def _find(folder: int, name: str, limit: int | None, keep: bool) -> Found:
         if kind == "file":
             raise
         return Found(Identity(kind))
-    try:
-        status = os.fstat(fd)
-        kind = kind_of(status.st_mode)
-        if kind != "file":
-            return Found(Identity(kind))
-        mode = EXECUTABLE if status.st_mode & stat.S_IXUSR else PLAIN
-        parts, sha256, size = _read(fd, status.st_size, limit, keep)
-    finally:
-        os.close(fd)
+
+
+def _look(fd: int, status: os.stat_result, limit: int | None, keep: bool) -> Found:
+    if not stat.S_ISREG(status.st_mode):
+        return Found(Identity(kind_of(status.st_mode)))
+    mode = EXECUTABLE if status.st_mode & stat.S_IXUSR else PLAIN
+    parts, sha256, size = _read(fd, status.st_size, limit, keep)
     if sha256 is None:
         return Found(Identity("file", mode, "", size), None, status)
     return Found(Identity("file", mode, sha256, size), b"".join(parts) if keep else None, status)
@@ -204,7 +218,7 @@ def _read(fd: int, size: int, limit: int | None, keep: bool) -> tuple[list[bytes
     if limit is not None and size > limit:
         return [], None, size
     parts, total, count = [], hashlib.sha256(), 0
-    while part := os.read(fd, min(max(size - count, 0) + 1, 1 << 20)):
+    while part := os.read(fd, wanted := min(max(size - count, 0) + 1, _PART)):
         count += len(part)
         # It may have grown since its size was taken.
         if limit is not None and count > limit:
@@ -212,7 +226,19 @@ def _read(fd: int, size: int, limit: int | None, keep: bool) -> tuple[list[bytes
         total.update(part)
         if keep:
             parts.append(part)
+        # One more was asked for than there is: the call that would say so is saved, one a file.
+        if count == size and len(part) < wanted:
+            break
     return parts, total.hexdigest(), count
+
+
+def _kind_of_entry(entry: os.DirEntry[str]) -> str:
+    """As :func:`kind_of`; most file systems tell it with the name."""
+    if entry.is_symlink():
+        return "link"
+    if entry.is_file(follow_symlinks=False):
+        return "file"
+    return "folder" if entry.is_dir(follow_symlinks=False) else "special"
 
 
 def kind_of(mode: int) -> str:

@@ -19,7 +19,7 @@ from patchbundle.bytecode import Cache
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Reason, command
 from patchbundle.manifest import Bundle
-from patchbundle.plan import Plan
+from patchbundle.plan import Plan, Stand
 from patchbundle.processes import Process
 from patchbundle.state import State
 from patchbundle.target import Target
@@ -147,11 +147,9 @@ def make_plan(
             next_step=f"run: {command(other, '--to', state.pins.name_of(wanted), '--root', target.root)}",
         )
     made = plan_module.plan(
-        bundle,
-        state.base,
+        Stand(bundle, state.base, level),
+        Stand(bundle, state.base, wanted),
         state.tree,
-        level,
-        wanted,
         record_path=state.record_path,
         record_data=state.data(state.record_path),
         receipt_data=state.data(state.base.receipt),
@@ -171,9 +169,8 @@ def execute(
     disk: Disk | None = None,
 ) -> Outcome:
     """Carry out a plan. Whoever holds the tree's lock already, as it must to plan for sure, gives ``disk``."""
-    levels = (state.pins.name_of(plan.from_level), state.pins.name_of(plan.to_level))
     with nullcontext(disk) if disk is not None else transaction.locked(target.root) as held:
-        return transaction.run(held, plan, bundle.lock.digest, levels, mirrors=target.mirrors, progress=progress)
+        return transaction.run(held, plan, bundle.lock.digest, mirrors=target.mirrors, progress=progress)
 
 
 def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tuple[State, Attestation | None]:
@@ -292,13 +289,14 @@ def roundtrip(
         fetch.unpack(place, root)
         record = f"{base.distribution.replace('-', '_')}-{base.version}.dist-info/RECORD"
         target = Target(root, (base,), base.version, None, None if base.is_crate else record, ())
-        before = digests[0] = _verified(bundle, target, 0)
+        before = reverted = digests[0] = _verified(bundle, target, 0)
         for direction, levels in (("apply", up), ("revert", [*reversed(up[:-1]), *([0] if up else [])])):
             for level in levels:
                 progress(f"{base.id}: {direction} to {pins.name_of(level)}")
                 state, plan = make_plan(bundle, target, direction, pins.name_of(level))
                 execute(bundle, target, state, plan)
                 after = _verified(bundle, target, level)
+                reverted = after
                 if digests.setdefault(level, after) != after:
                     raise BundleError(
                         Reason.NOT_ATTESTED,
@@ -306,8 +304,6 @@ def roundtrip(
                         expected=f"the tree of {pins.name_of(level)} as on the way up, {digests[level]}",
                         found=after,
                     )
-        with Tree(root) as tree:
-            reverted = attest.tree_digest(attest.survey(tree))
     sources = sum(len(patch.sources) for patch in bundle.series(base.role))
     return Row(
         base.role,
