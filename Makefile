@@ -61,6 +61,7 @@ endif
 
 bench: $(VENV)/test.stamp ## the tool against git apply, quilt and sha256sum
 	$(BIN)/python benchmarks/tool.py
+	$(BIN)/python benchmarks/growth.py
 
 lint: $(VENV)/test.stamp ## formatting, types, the bundle's own checker
 	$(BIN)/ruff format --check .
