@@ -105,7 +105,7 @@ def test_every_file_of_the_real_bundle_is_compared_byte_by_byte(tmp_path: Path) 
 
 def _compare(artifacts: dict[str, bytes], bundle: Bundle) -> None:
     changed = Bundle(bundle.root, bundle.bases, bundle.patches, artifacts, Lock({}, {}))
-    manifest._check_artifacts(changed, bundle.lock)
+    manifest._check_artifacts(changed, bundle.lock, "")
 
 
 @pytest.mark.parametrize("change", ["append", "cut", "empty"])

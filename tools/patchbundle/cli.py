@@ -193,7 +193,14 @@ def apply_cli() -> None:
 
 
 def _change(direction: str) -> Callable[..., Exit]:
-    def run(report: Report, bundle_path: Path, to: str | None, dry_run: bool, **options: Any) -> Exit:
+    def run(
+        report: Report,
+        bundle_path: Path,
+        to: str | None,
+        dry_run: bool,
+        release: str | None = None,
+        **options: Any,
+    ) -> Exit:
         from patchbundle import manifest, preflight, transaction, work
         from patchbundle.disk import Disk
         from patchbundle.tree import Tree
@@ -202,7 +209,7 @@ def _change(direction: str) -> Callable[..., Exit]:
         target = _discover(report, bundle, options)
         # The lock first: a plan made without it may be out of date when it is carried out.
         with Tree(target.root) if dry_run else transaction.locked(target.root) as tree:
-            state, plan = work.make_plan(bundle, target, direction, to, tree=tree)
+            state, plan = work.make_plan(bundle, target, direction, to, release=release, tree=tree)
             _plan_result(report, state, plan)
             if not plan.operations:
                 report.say(f"nothing to do: the tree is at level {plan.goal.level} ({plan.goal.name})")
@@ -228,12 +235,16 @@ def _change(direction: str) -> Callable[..., Exit]:
 
 
 _to = click.option("--to", metavar="ID", help="Stop at this patch; 'base' is the release itself.  [default: all]")
+_release = click.option(
+    "--release", metavar="VERSION", help="Go to this filed release instead, up or down.  [default: the bundle at work]"
+)
 _dry = click.option("-n", "--dry-run", is_flag=True, help="Check everything, write nothing.")
 
 
 @apply_cli.command("apply")
 @target_options
 @_to
+@_release
 @_dry
 @verb("apply")
 def apply_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
@@ -254,15 +265,20 @@ def revert_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
 @apply_cli.command("plan")
 @target_options
 @_to
+@_release
 @click.option("--revert", "down", is_flag=True, help="Plan the way down instead of up.")
 @verb("plan")
-def plan_command(report: Report, bundle_path: Path, to: str | None, down: bool, **options: Any) -> Exit:
+def plan_command(
+    report: Report, bundle_path: Path, to: str | None, release: str | None, down: bool, **options: Any
+) -> Exit:
     """Show what apply (or revert) would do. Needs no lock and no write access."""
     from patchbundle import manifest, work
 
+    if down and release is not None:
+        raise click.UsageError("--release is a way up; --revert goes by the bundle that knows the tree")
     bundle = manifest.load(bundle_path)
     target = _discover(report, bundle, options)
-    state, plan = work.make_plan(bundle, target, "revert" if down else "apply", to)
+    state, plan = work.make_plan(bundle, target, "revert" if down else "apply", to, release=release)
     _plan_result(report, state, plan)
     if not plan.operations:
         report.say("nothing to do")
@@ -312,6 +328,7 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, **opt
         "bundle": bundle.lock.digest,
         "level": state.level,
         "name": state.level_name,
+        "release": state.release or None,
         "nearest": state.pins.name_of(state.nearest),
         "levels": list(state.pins.levels),
         "receipt": state.receipt,
@@ -323,11 +340,10 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, **opt
         "older_processes": [{"pid": process.pid, "name": process.name} for process in status.processes],
     }
     report.say(f"base:    {state.base.id} ({state.base.role})")
-    top = len(state.pins.levels)
     if state.level is not None:
-        report.say(f"level:   {state.level} of {top} ({state.level_name})")
+        report.say(state.describe(state.level).replace("level ", "level:   ", 1))
     else:
-        report.say(f"level:   drifted; nearest is {state.nearest} of {top} ({state.pins.name_of(state.nearest)})")
+        report.say(state.describe(state.nearest).replace("level ", "level:   drifted; nearest is ", 1))
     report.say(f"receipt: {state.receipt}")
     for file in state.files:
         report.say(f"  {file.word:<19} {file.path}")
@@ -435,6 +451,20 @@ def pin_command(report: Report, bundle_path: Path, check: bool, members: bool, o
     if not changed:
         return Exit.NOTHING_TO_DO
     return Exit.REFUSED if check else Exit.DONE
+
+
+@apply_cli.command("release")
+@click.argument("version")
+@verb("release")
+def release_command(report: Report, bundle_path: Path, version: str) -> Exit:
+    """File the bundle, as it was released, under patches/releases/VERSION/: later bundles know its trees by it."""
+    from patchbundle import releases
+
+    place = releases.file(bundle_path, version)
+    report.result["filed"] = place.relative_to(bundle_path).as_posix()
+    report.say(f"filed: {place.relative_to(bundle_path).as_posix()}")
+    report.say("next: tools/apply.py pin")
+    return Exit.DONE
 
 
 @apply_cli.command("refresh")
@@ -565,8 +595,17 @@ def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, **opti
 
     scanned = scan.check(bundle_path)
     bundle = manifest.load(bundle_path)
-    report.result["bundle"] = {"digest": bundle.lock.digest, "files": scanned, "patches": len(bundle.patches)}
+    # Reading them is checking them.
+    filed = [item.release for item in bundle.filed]
+    report.result["bundle"] = {
+        "digest": bundle.lock.digest,
+        "files": scanned,
+        "patches": len(bundle.patches),
+        "releases": filed,
+    }
     report.say(f"bundle:  {bundle.lock.digest}, {len(bundle.patches)} patches, {scanned} files scanned")
+    if filed:
+        report.say(f"filed:   {', '.join(filed)}")
     if options["root"] is None and options["python"] is None:
         if full or expect != "any" or options["role"] or options["require_torch"]:
             raise click.UsageError("--expect, --full, --role and --require-torch need --root or --python")
@@ -575,7 +614,9 @@ def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, **opti
     state, attestation = work.check_target(bundle, target, expect, full)
     report.result["level"] = state.level
     report.result["name"] = state.level_name
-    report.say(f"holds:   {state.base.id} at level {state.level} ({state.level_name})")
+    report.result["release"] = state.release or None
+    whose = f" of release {state.release}" if state.release else ""
+    report.say(f"holds:   {state.base.id} at level {state.level} ({state.level_name}){whose}")
     if attestation is not None:
         report.result["attestation"] = {
             "archive": attestation.archive,

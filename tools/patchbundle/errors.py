@@ -76,6 +76,7 @@ class Reason(Enum):
     WRONG_TORCH = "the torch beside the target is not the one its base was released for"
     DRIFT = "the tree is at no level that the lock knows"
     UNKNOWN_LEVEL = "no such patch in this series"
+    UNKNOWN_RELEASE = "no such release of this bundle is filed"
     RECORD = "the installed RECORD does not say what the tree holds"
     NOT_ATTESTED = "the tree is not the pinned release"
     NOT_EXPECTED = "the tree is not in the state that was asked for"
@@ -118,6 +119,7 @@ _NEXT = {
     Reason.WRONG_TORCH: "use the image that the base was released for",
     Reason.DRIFT: _STATUS,
     Reason.UNKNOWN_LEVEL: "run: tools/apply.py status --json, which lists the levels",
+    Reason.UNKNOWN_RELEASE: "ls patches/releases; what is not there was not filed",
     Reason.RECORD: "reinstall the distribution, or restore its RECORD",
     Reason.NOT_ATTESTED: "reinstall the distribution",
     Reason.NOT_EXPECTED: _STATUS,

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from patchbundle import bases as bases_module
@@ -19,9 +20,12 @@ from patchbundle.lock import Lock, Pins
 
 _ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _INSTALLED = re.compile(r"[^/]+\.dist-info/.*")
+# Digits first: none begins with a dot.
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]*")
+RELEASES = "patches/releases"
 _BASES = "config/bases.toml"
 _SERIES = "patches/series.toml"
-_LOCK = "patches/pins.lock"
+LOCK = "patches/pins.lock"
 _PIN = "tools/apply.py pin"
 
 
@@ -49,6 +53,28 @@ class Bundle:
     lock: Lock
     release: str = ""  # the version under which it was filed; empty for the bundle at work
 
+    @cached_property
+    def filed(self) -> tuple[Bundle, ...]:
+        """The released bundles under ``patches/releases/``, the newest first. Read when they are asked for.
+
+        Raises:
+            BundleError: for the first thing in one of them that is not exactly as it was released.
+        """
+        versions = sorted(_releases(self.artifacts), key=_natural, reverse=True)
+        return tuple(_load_filed(self.root / RELEASES / version, version) for version in versions)
+
+    def released(self, version: str) -> Bundle:
+        """One of them.
+
+        Raises:
+            BundleError: UNKNOWN_RELEASE.
+        """
+        for bundle in self.filed:
+            if bundle.release == version:
+                return bundle
+        known = ", ".join(bundle.release for bundle in self.filed) or "none"
+        raise BundleError(Reason.UNKNOWN_RELEASE, version, expected=f"one of those filed: {known}")
+
     def series(self, role: str) -> tuple[Patch, ...]:
         """The patches of a role, in order."""
         return tuple(patch for patch in self.patches if patch.role == role)
@@ -65,25 +91,38 @@ class Bundle:
         pins = self.lock.bases.get(base.id)
         if pins is None:
             raise BundleError(
-                Reason.LOCK_STALE, _LOCK, expected=f"pins for {base.id}", found="none", next_step=f"run: {_PIN}"
+                Reason.LOCK_STALE, LOCK, expected=f"pins for {base.id}", found="none", next_step=f"run: {_PIN}"
             )
         return pins
 
 
-def load(root: Path) -> Bundle:
-    """Read the bundle at ``root`` and check every file of it against the lock.
+def load(root: Path, *, release: str = "") -> Bundle:
+    """Read the bundle at ``root``, filed as ``release`` if it is, and check every file of it against the lock.
 
     Raises:
         BundleError: for the first thing that is not exactly as it should be.
     """
     unlocked = load_unlocked(root)
-    path = root / _LOCK
+    path = root / LOCK
     raw = bases_module.read_file(path, Reason.LOCK, "the lock", f"run: {_PIN}")
     lock = lock_module.load(raw, str(path))
-    _check_artifacts(unlocked, lock)
-    bundle = Bundle(root, unlocked.bases, unlocked.patches, unlocked.artifacts, lock)
+    _check_artifacts(unlocked, lock, release)
+    bundle = Bundle(unlocked.root, unlocked.bases, unlocked.patches, unlocked.artifacts, lock, release)
     _check_levels(bundle)
     return bundle
+
+
+def _load_filed(root: Path, version: str) -> Bundle:
+    try:
+        return load(root, release=version)
+    except BundleError as error:
+        raise BundleError(
+            error.reason,
+            f"{RELEASES}/{version}: {error.where}",
+            expected=error.expected,
+            found=error.found,
+            next_step="a filed release never changes: restore it as it was",
+        ) from None
 
 
 def load_unlocked(root: Path) -> Bundle:
@@ -105,7 +144,7 @@ def digests(artifacts: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _read_artifacts(root: Path, bases: Mapping[str, Base]) -> dict[str, bytes]:
-    """Every file under config/, patches/ and sources/ but the lock."""
+    """The files under config/, patches/ and sources/ but the lock; of a filed release its lock, which pins it."""
     for base in bases.values():
         if base.members and not (root / "config" / base.members).is_file():
             raise refuse(_BASES, f"the file config/{base.members}", "nothing")
@@ -116,9 +155,48 @@ def _read_artifacts(root: Path, bases: Mapping[str, Base]) -> dict[str, bytes]:
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise BundleError(Reason.ORPHAN, relative, expected="a plain file", found="a link or a special file")
         # The interpreter that tests our sources leaves its bytecode beside them.
-        if path.is_file() and relative != _LOCK and "__pycache__" not in relative.split("/"):
+        if path.is_file() and relative != LOCK and "__pycache__" not in relative.split("/"):
+            if relative.startswith(f"{RELEASES}/") and not _is_filed(relative):
+                continue
             artifacts[relative] = bases_module.read_file(path)
     return artifacts
+
+
+def _is_filed(path: str) -> bool:
+    """Whether this is the lock of a filed release; False for another file of one.
+
+    Raises:
+        BundleError: ORPHAN, for a file that belongs to none.
+    """
+    parts = path.split("/")
+    if len(parts) < 5 or not _VERSION.fullmatch(parts[2]) or parts[3] not in ("config", "patches", "sources"):
+        raise BundleError(
+            Reason.ORPHAN,
+            path,
+            expected=f"{RELEASES}/VERSION/ with config/, patches/ and sources/",
+            next_step="delete it, or file the release again: tools/apply.py release",
+        )
+    return path == f"{RELEASES}/{parts[2]}/{LOCK}"
+
+
+def _releases(artifacts: Iterable[str]) -> list[str]:
+    return [path.split("/")[2] for path in artifacts if path.startswith(f"{RELEASES}/")]
+
+
+def _natural(version: str) -> list[tuple[int, str]]:
+    """An order in which 0.10 comes after 0.9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"[.+-]", version)]
+
+
+def check_version(version: str) -> str:
+    """A release's name, which is a folder's too.
+
+    Raises:
+        BundleError: MANIFEST.
+    """
+    if not _VERSION.fullmatch(version):
+        raise refuse("the release", "a version: a digit, then letters, digits, '.', '+' and '-'", repr(version))
+    return version
 
 
 def _read_series(artifacts: Mapping[str, bytes]) -> tuple[Patch, ...]:
@@ -211,7 +289,7 @@ def _check_cycles(by_id: Mapping[str, Patch]) -> None:
 
 
 def _check_orphans(patches: Iterable[Patch], artifacts: Mapping[str, bytes], bases: Mapping[str, Base]) -> None:
-    named = {_SERIES, *(path for path in artifacts if path.startswith("config/"))}
+    named = {_SERIES, *(path for path in artifacts if path.startswith(("config/", f"{RELEASES}/")))}
     owner: dict[tuple[str, str], str] = {}
     for patch in patches:
         named.add(f"patches/{patch.file}")
@@ -254,14 +332,16 @@ def _check_installs(patches: Iterable[Patch], bases: Mapping[str, Base]) -> None
                     raise refuse(where, "no change of the distribution's metadata, which RECORD is part of", path)
 
 
-def _check_artifacts(bundle: Bundle, lock: Lock) -> None:
+def _check_artifacts(bundle: Bundle, lock: Lock, release: str) -> None:
     found = digests(bundle.artifacts)
-    for path in sorted({*found, *lock.artifacts}):
-        if found.get(path) != lock.artifacts.get(path):
+    # A release is filed without those before it.
+    wanted = {path: digest for path, digest in lock.artifacts.items() if not (release and path.startswith(RELEASES))}
+    for path in sorted({*found, *wanted}):
+        if found.get(path) != wanted.get(path):
             raise BundleError(
                 Reason.ARTIFACT,
                 path,
-                expected=lock.artifacts.get(path, "not in the lock"),
+                expected=wanted.get(path, "not in the lock"),
                 found=found.get(path, "missing"),
                 next_step=f"undo the edit; if it was meant, run: {_PIN}",
             )
@@ -274,11 +354,11 @@ def _check_levels(bundle: Bundle) -> None:
         if (pins.role, pins.levels) != (base.role, levels):
             raise BundleError(
                 Reason.LOCK_STALE,
-                f"{_LOCK}: {base.id}",
+                f"{LOCK}: {base.id}",
                 expected=", ".join(levels) or "no patch",
                 found=", ".join(pins.levels) or "no patch",
                 next_step=f"run: {_PIN}",
             )
     for base_id in bundle.lock.bases:
         if base_id not in bundle.bases:
-            raise BundleError(Reason.LOCK_STALE, f"{_LOCK}: {base_id}", expected="a base of config/bases.toml")
+            raise BundleError(Reason.LOCK_STALE, f"{LOCK}: {base_id}", expected="a base of config/bases.toml")

@@ -38,7 +38,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class State:
-    """A look at a tree.
+    """A look at a tree, with the eyes of ``bundle``: the one at work, or a filed release that knows the tree.
 
     ``level`` is None where the tree is at no level; ``nearest`` is then the level that most paths agree with.
     ``unexpected`` are paths in folders of ours that nothing names. ``receipt`` is one of none, current, other
@@ -46,6 +46,7 @@ class State:
     does not have, so that the tree may hold changes that it cannot see. The last is no level.
     """
 
+    bundle: Bundle
     base: Base
     pins: Pins
     level: int | None
@@ -70,6 +71,16 @@ class State:
     def nearest_holds(self) -> bool:
         """Whether every byte that this bundle looks at is as at the nearest level, but for the receipt."""
         return self.record_fault is None and not self.unexpected and all(file.holds for file in self.files)
+
+    @property
+    def release(self) -> str:
+        """The release whose bundle knows the tree; empty for the bundle at work."""
+        return self.bundle.release
+
+    def describe(self, level: int) -> str:
+        """A level as people read it."""
+        place = f"level {level} of {len(self.pins.levels)} ({self.pins.name_of(level)})"
+        return f"{place} of release {self.release}" if self.release else place
 
     @property
     def level_name(self) -> str:
@@ -123,7 +134,7 @@ def look(tree: Tree, bundle: Bundle, base: Base, record_path: str | None) -> Sta
     if unexpected or fault or foreign:
         level = None
     files = tuple(_file_state(path, chain, found[path].identity, at) for path, chain in pins.paths.items())
-    return State(base, pins, level, nearest, files, unexpected, receipt, record_path, fault, foreign, found)
+    return State(bundle, base, pins, level, nearest, files, unexpected, receipt, record_path, fault, foreign, found)
 
 
 def _levels(pins: Pins) -> range:

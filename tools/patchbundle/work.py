@@ -46,9 +46,29 @@ def look(bundle: Bundle, target: Target, tree: Tree) -> State:
 
 def _look(bundle: Bundle, target: Target, tree: Tree) -> State:
     transaction.refuse_interrupted(tree)
-    states = [state_module.look(tree, bundle, base, target.record) for base in target.bases]
+    best = _best(bundle, target, tree)
+    for filed in bundle.filed if best is None or best.level is None else ():
+        # Of equally near ones the bundle at work, then the newest.
+        other = _best(filed, target, tree)
+        if other is not None and (best is None or _nearness(other) > _nearness(best)):
+            best = other
     transaction.refuse_interrupted(tree)
-    return max(states, key=lambda state: (state.level is not None, sum(file.holds for file in state.files)))
+    assert best is not None
+    return best
+
+
+def _best(bundle: Bundle, target: Target, tree: Tree) -> State | None:
+    """The look at the base that fits best, of those of the target that this bundle has."""
+    known = [bundle.bases[base.id] for base in target.bases if base.id in bundle.bases]
+    states = [state_module.look(tree, bundle, base, target.record) for base in known]
+    key = lambda state: (state.level is not None, sum(file.holds for file in state.files))  # noqa: E731
+    return max(states, key=key, default=None)
+
+
+def _nearness(state: State) -> tuple[bool, int, bool]:
+    wrong = sum(not file.holds for file in state.files) + len(state.unexpected)
+    # The receipt only tells which of two drifts to show: neither is a level.
+    return state.level is not None, -wrong, state.receipt == "current"
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ def status(bundle: Bundle, target: Target) -> Status:
         state = replace(state, level=None)
     changed = [found.status.st_ctime for found in state.found.values() if found.status is not None]
     older = processes.older_than(target.root, max(changed, default=0.0))
-    return Status(state, gates(bundle), tuple(stale), tuple(older))
+    return Status(state, gates(bundle, state.bundle), tuple(stale), tuple(older))
 
 
 def _modules(state: State) -> list[str]:
@@ -119,44 +139,70 @@ def _hides(state: State, cache: Cache) -> bool:
     return made < source.st_ctime and source.st_ctime - source.st_mtime > 1
 
 
-def gates(bundle: Bundle) -> dict[str, str]:
-    """The gates of the bundle that are set in this environment."""
-    known = {patch.header.gate_name for patch in bundle.patches}
+def gates(bundle: Bundle, *more: Bundle) -> dict[str, str]:
+    """The gates of these bundles that are set in this environment."""
+    known = {patch.header.gate_name for item in (bundle, *more) for patch in item.patches}
     return {name: value for name, value in sorted(os.environ.items()) if name in known}
 
 
 def make_plan(
-    bundle: Bundle, target: Target, direction: str, to: str | None, *, tree: Tree | None = None
+    bundle: Bundle,
+    target: Target,
+    direction: str,
+    to: str | None,
+    *,
+    release: str | None = None,
+    tree: Tree | None = None,
 ) -> tuple[State, Plan]:
     """Plan ``apply`` (up) or ``revert`` (down); by default all the way. ``tree`` is the target's, if it is open.
+
+    ``apply`` leads to this bundle, or to a filed ``release`` of it, also from a tree that another release patched.
+    ``revert`` takes off what there is, with the bundle that knows it.
 
     Raises:
         BundleError: if the tree is at no known level, or ``to`` lies the other way.
     """
+    wished = bundle if release is None else bundle.released(release)
     with nullcontext(tree) if tree is not None else Tree(target.root) as opened:
         state = look(bundle, target, opened)
-    level = state.require_level(str(target.root))
-    wanted = state.pins.level_of(to) if to is not None else len(state.pins.levels) if direction == "apply" else 0
-    if (direction == "apply" and wanted < level) or (direction == "revert" and wanted > level):
-        other = "revert" if direction == "apply" else "apply"
-        raise BundleError(
-            Reason.NOT_EXPECTED,
-            str(target.root),
-            expected=f"a tree {'at or below' if direction == 'apply' else 'at or above'} {state.pins.name_of(wanted)}",
-            found=f"level {level} ({state.pins.name_of(level)})",
-            next_step=f"run: {command(other, '--to', state.pins.name_of(wanted), '--root', target.root)}",
+        start = Stand(state.bundle, state.base, state.require_level(str(target.root)))
+        goal = _goal(wished if direction == "apply" else start.bundle, start, direction, to)
+        if goal.bundle is start.bundle and (goal.level - start.level) * (1 if direction == "apply" else -1) < 0:
+            other = "revert" if direction == "apply" else "apply"
+            raise BundleError(
+                Reason.NOT_EXPECTED,
+                str(target.root),
+                expected=f"a tree {'at or below' if direction == 'apply' else 'at or above'} {goal.name}",
+                found=f"level {start.level} ({start.name})",
+                next_step=f"run: {command(other, '--to', goal.pins.name_of(goal.level), '--root', target.root)}",
+            )
+        # What only the other bundle pins: it has to be as the base has it.
+        limits = {path: max(identity.size for identity in chain) for path, chain in goal.pins.paths.items()}
+        more = {path: opened.find(path, limit).file for path, limit in limits.items() if path not in state.pins.paths}
+        made = plan_module.plan(
+            start,
+            goal,
+            {**state.tree, **more},
+            record_path=state.record_path,
+            record_data=state.data(state.record_path),
+            receipt_data=state.data(state.base.receipt),
         )
-    made = plan_module.plan(
-        Stand(bundle, state.base, level),
-        Stand(bundle, state.base, wanted),
-        state.tree,
-        record_path=state.record_path,
-        record_data=state.data(state.record_path),
-        receipt_data=state.data(state.base.receipt),
-    )
-    with nullcontext(tree) if tree is not None else Tree(target.root) as opened:
         _refuse_bytecode(opened, state, target, (op.path for op in made.operations))
     return state, made
+
+
+def _goal(bundle: Bundle, start: Stand, direction: str, to: str | None) -> Stand:
+    base = bundle.bases.get(start.base.id)
+    if base is None:
+        raise BundleError(
+            Reason.NOT_EXPECTED,
+            f"release {bundle.release or 'at work'}",
+            expected=f"a bundle with the base {start.base.id}",
+            found=", ".join(bundle.bases),
+        )
+    pins = bundle.pins(base)
+    level = pins.level_of(to) if to is not None else len(pins.levels) if direction == "apply" else 0
+    return Stand(bundle, base, level)
 
 
 def execute(
@@ -170,7 +216,7 @@ def execute(
 ) -> Outcome:
     """Carry out a plan. Whoever holds the tree's lock already, as it must to plan for sure, gives ``disk``."""
     with nullcontext(disk) if disk is not None else transaction.locked(target.root) as held:
-        return transaction.run(held, plan, bundle.lock.digest, mirrors=target.mirrors, progress=progress)
+        return transaction.run(held, plan, plan.goal.bundle.lock.digest, mirrors=target.mirrors, progress=progress)
 
 
 def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tuple[State, Attestation | None]:
@@ -183,16 +229,16 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
         state = look(bundle, target, tree)
         if full and state.receipt_fault is not None and state.nearest_holds:
             # It is refused below in any case. What else there is to tell comes first.
-            _require_attested(target, attest.attest(tree, bundle, state, state.nearest), extra=True)
+            _require_attested(target, attest.attest(tree, state.bundle, state, state.nearest), extra=True)
         level = state.require_level(str(target.root))
-        top = len(state.pins.levels)
-        if (expect == "base" and level != 0) or (expect == "applied" and level != top):
+        top = len(bundle.pins(state.base).levels) if state.base.id in bundle.bases else 0
+        if (expect == "base" and level != 0) or (expect == "applied" and (level != top or state.release)):
             verb = "revert" if expect == "base" else "apply"
             raise BundleError(
                 Reason.NOT_EXPECTED,
                 str(target.root),
                 expected=f"level {0 if expect == 'base' else top} ({expect})",
-                found=f"level {level} ({state.pins.name_of(level)})",
+                found=state.describe(level),
                 next_step=f"run: {command(verb, '--root', target.root)}",
             )
         if level and state.receipt == "missing":
@@ -204,7 +250,7 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
                 next_step=f"run: {command('apply', '--root', target.root)}",
             )
         _refuse_bytecode(tree, state, target)
-        attestation = attest.attest(tree, bundle, state, level) if full else None
+        attestation = attest.attest(tree, state.bundle, state, level) if full else None
     if attestation is not None:
         _require_attested(target, attestation)
     return state, attestation
