@@ -32,6 +32,7 @@ from patchbundle.bases import Archive, Base
 from patchbundle.errors import BundleError
 from patchbundle.identity import File
 from patchbundle.manifest import Bundle
+from patchbundle.plan import Stand
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HARMONY_GIT = "https://github.com/openai/harmony"
@@ -122,7 +123,7 @@ def patched_files(bundle: Bundle, base: Base, files: dict[str, bytes], level: in
     pins = bundle.pins(base)
     touched = {path: File(files[path], pins.at(0)[path].mode) if path in files else None for path in pins.paths}
     changed = dict(files)
-    for operation in plan.plan(bundle, base, touched, 0, level).operations:
+    for operation in plan.plan(Stand(bundle, base, 0), Stand(bundle, base, level), touched).operations:
         if operation.data is None:
             del changed[operation.path]
         elif operation.path != base.receipt:
