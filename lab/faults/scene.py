@@ -112,7 +112,7 @@ class Scene:
             level = work.status(self.bundle, self.target).state.level
         for word, start in (("old", direction), ("new", other)):
             if seen == without_bytecode(self.images[start]):
-                expected = self.plans[start][1].from_level
+                expected = self.plans[start][1].start.level
                 assert level == expected, f"the bytes are those of level {expected}, status says {level}"
                 return word
         old = without_bytecode(self.images[direction])
