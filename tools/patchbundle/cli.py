@@ -159,6 +159,7 @@ def _discover(report: Report, bundle: Bundle, options: Mapping[str, Any]) -> Tar
     for line in target.describe():
         report.say(line)
     report.result["target"] = {"root": str(target.root), "version": target.version, "torch": target.torch}
+    report.result["warnings"] = target.warnings
     return target
 
 
@@ -216,14 +217,14 @@ def _change(direction: str) -> Callable[..., Exit]:
                 return Exit.NOTHING_TO_DO
             if not isinstance(tree, Disk):
                 warnings = preflight.check(tree, plan, target.mirrors)
-                report.result["warnings"] = warnings
+                report.result["warnings"] += warnings
                 for warning in warnings:
                     report.say(f"warning: {warning}")
                 report.say("dry run: nothing was written")
                 return Exit.DONE
             outcome = work.execute(bundle, target, state, plan, report.progress, disk=tree)
         report.result["dropped_bytecode"] = list(outcome.dropped)
-        report.result["warnings"] = list(outcome.warnings)
+        report.result["warnings"] += outcome.warnings
         for path in outcome.dropped:
             report.detail(f"  dropped {path}")
         for warning in outcome.warnings:

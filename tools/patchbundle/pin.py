@@ -14,6 +14,7 @@ from patchbundle.identity import File, identity_of
 from patchbundle.lock import Lock, Pins
 from patchbundle.manifest import Bundle, digests, load_unlocked
 from patchbundle.plan import Stand
+from patchbundle.tree import Tree
 
 _CONTEXT = 3
 
@@ -37,10 +38,16 @@ def pin(root: Path, *, offline: bool = False, write: bool = True) -> tuple[Lock,
     made = lock.load(unsigned, "the new lock")
     _check_way_back(bundle, made)
     path = root / "patches" / "pins.lock"
-    changed = not path.exists() or path.read_bytes() != unsigned
+    changed = not _holds(path, unsigned)
     if write and changed:
         disk.write_file(path, unsigned)
     return made, changed
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file holds exactly these bytes. One of another size, or no plain file, is not read."""
+    with Tree(path.parent) as tree:
+        return tree.find(path.name, len(data)).data == data
 
 
 def write_members(root: Path, *, offline: bool = False) -> list[Path]:
@@ -52,7 +59,7 @@ def write_members(root: Path, *, offline: bool = False) -> list[Path]:
             tree = dict(fetch.members(fetch.fetch(base, base.archives[0], offline=offline)))
             data = attest.dump_members(_entries(tree))
             path = root / "config" / base.members
-            if not path.exists() or path.read_bytes() != data:
+            if not _holds(path, data):
                 disk.write_file(path, data)
                 changed.append(path)
     return changed

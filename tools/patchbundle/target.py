@@ -58,14 +58,19 @@ class Target:
     mirrors: tuple[Path, ...]  # folders that hold bytecode of the tree's modules, with PYTHONPYCACHEPREFIX
 
     def describe(self) -> list[str]:
-        lines = [
+        return [
             f"target:  {self.root}",
             f"version: {self.version or 'not seen; the hashes decide'}",
             f"torch:   {self.torch or 'not seen'}",
+            *(f"warning: {warning}" for warning in self.warnings),
         ]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is to be known of the target before anything is done to it."""
         if self.record is None and not self.bases[0].is_crate:
-            lines.append("warning: RECORD: not seen, so it is not kept up; if it comes back, the tree is drifted")
-        return lines
+            return ["RECORD: not seen, so it is not kept up; if it comes back, the tree is drifted"]
+        return []
 
 
 def discover(

@@ -282,6 +282,7 @@ class Row:
     before: str
     after: str
     reverted: str
+    unpacking: float  # of the seconds: fetching apart, the archive laid out
     seconds: float
 
     @property
@@ -333,6 +334,7 @@ def roundtrip(
         root = Path(folder)
         progress(f"{base.id}: unpacking")
         fetch.unpack(place, root)
+        unpacking = time.monotonic() - began
         record = f"{base.distribution.replace('-', '_')}-{base.version}.dist-info/RECORD"
         target = Target(root, (base,), base.version, None, None if base.is_crate else record, ())
         before = reverted = digests[0] = _verified(bundle, target, 0)
@@ -361,5 +363,6 @@ def roundtrip(
         before,
         digests[top],
         reverted,
+        unpacking,
         time.monotonic() - began,
     )
