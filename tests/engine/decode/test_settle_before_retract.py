@@ -246,6 +246,24 @@ def test_a_request_that_is_being_aborted_anyway_keeps_its_own_reason(new: World)
     assert seen.request.finished_reason.to_json()["message"] == "Aborted"
 
 
+def test_a_reason_to_end_that_no_result_has_taken_up_stays(new: World) -> None:
+    """A request that joined in this very round is in no result: what told it to end is still there."""
+    with new.entered():
+        settle = new.module("research.settle")
+        request = SimpleNamespace(
+            rid="r", finished=lambda: False, seqlen=9, kv_committed_len=4, to_finish="told before"
+        )
+        scheduler = SimpleNamespace(result_queue=deque(), last_batch=None, forward_ct=1)
+        batch = SimpleNamespace(
+            filter_batch=lambda: None, is_empty=lambda: False, check_decode_mem=lambda: False, reqs=[request]
+        )
+        settle.before_retract(scheduler, batch)
+        assert request.to_finish == "told before"
+        request.to_finish = None
+        settle.before_retract(scheduler, batch)
+        assert "4 committed KV rows for a history of 8" in request.to_finish.message
+
+
 # Where the gate is refused
 
 
