@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _ON = frozenset({"1", "true", "yes", "on"})
+_PREFIX = "SGLANG_RESEARCH_"
 _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
@@ -60,3 +61,8 @@ def require(gate: str, facts: Iterable[tuple[str, Any, Any]]) -> None:
 def facts_of(cfg: Any, wanted: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, Any]]:
     """Read the facts for ``require`` from ``cfg``: one attribute for each (name, wanted value)."""
     return [(name, value, getattr(cfg, name)) for name, value in wanted]
+
+
+def active() -> list[str]:
+    """The gates that are on, in the order of the alphabet."""
+    return sorted(name for name in os.environ if name.startswith(_PREFIX) and os.environ[name].strip().lower() in _ON)
