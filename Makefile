@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
 
-.PHONY: help roundtrip test test-faults router router-release test-router soak rig-env rig rig-full test-engine gpu-pack gpu-engine bench lint format pin system-deps clean clean-cache
+.PHONY: help roundtrip test test-faults fuzz mutants router router-release test-router soak rig-env rig rig-full test-engine gpu-pack gpu-engine bench lint format pin system-deps clean clean-cache
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -28,6 +28,13 @@ router-release: $(VENV)/test.stamp ## the same, optimised
 
 test-faults: $(VENV)/test.stamp ## every series on its real base: killed, failed, and its power lost, at every call
 	PYTHONPATH=tools $(BIN)/python -m lab.faults
+
+fuzz: $(VENV)/test.stamp ## five minutes of random bytes at each reader of bytes, led by coverage
+	$(PIP) -r requirements/fuzz.txt
+	for target in patch journal lock record; do PYTHONPATH=tools $(BIN)/python -m lab.fuzz $$target; done
+
+mutants: $(VENV)/test.stamp ## an hour of breaking parser, planner and transaction in one place at a time
+	for name in parse plan transaction; do PYTHONPATH=tools $(BIN)/python -m lab.mutants $$name --minutes 20; done
 
 test-router: router ## both built routers against scripted servers on 127.0.0.1
 	$(BIN)/python -m pytest -m router

@@ -1,12 +1,14 @@
 """Every folder of tests/corpus: a tree, diffs, and the one right answer, with ``git apply`` as the other opinion.
 
-case.toml says what is right (``expected``; for a refusal the ``reason``), where the case comes from (``source``, a
-row of the study of patch tools, or "kind" for the neighbours of one), and what git does where it differs (``git``:
-"applies", "refuses", or "applies otherwise": with another result), and ``why``.
+case.toml says what is right (``expected``; for a refusal the ``reason``, and the ``line`` of the diff that it names, if
+there is one), where the case comes from (``source``, a row of the study of patch tools, or "kind" for the neighbours of
+one), and what git does where it differs (``git``: "applies", "refuses", or "applies otherwise": with another result),
+and ``why``.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,7 @@ class Case:
     strip: int
     expected: str
     reason: str = ""
+    line: int = 0
     git: str = ""
     why: str = ""
 
@@ -96,7 +99,9 @@ def test_what_does_not_fit_is_refused_for_the_right_reason_at_a_named_place(case
         assert refusal.value.code == case.reason
         assert refusal.value.exit_code == 1
         if len(case.diffs) == 1:
-            assert refusal.value.where.startswith(("p.diff", "patches/p.diff"))
+            place = re.match(r"(?:patches/)?p\.diff(?::([0-9]+))?(?:: |$)", refusal.value.where)
+            assert place
+            assert int(place[1] or 0) == case.line
 
 
 @pytest.mark.parametrize("case", CASES, ids=_ids)

@@ -1,8 +1,9 @@
 """Random trees and diffs, ours against ``git apply``.
 
 What we accept, git must accept with the same result, forward and back; what git makes a diff of, we must accept.
-The other way round we refuse more than git: the corpus says what, and why.
-``PATCHBUNDLE_EXAMPLES=5000`` looks longer, and at other examples every time.
+The other way round we refuse more than git: only for a reason of which the corpus has a case, with the why.
+``PATCHBUNDLE_EXAMPLES=5000`` looks longer, and at other examples every time. ``PATCHBUNDLE_COUNTS=FILE`` gets a line
+for each outcome of it, with how often there was one.
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from patchbundle import names, parse
+from patchbundle.bases import parse_toml
 from patchbundle.diff import split_lines
 from patchbundle.errors import BundleError
 from patchbundle.identity import EXECUTABLE, PLAIN, File
 from tests import oracle, toy
 from tests.oracle import Files
 
+_CORPUS = Path(__file__).parent / "corpus"
 _LONG = "PATCHBUNDLE_EXAMPLES" in os.environ
 small = settings(
     max_examples=int(os.environ.get("PATCHBUNDLE_EXAMPLES", "60")),
@@ -103,12 +108,12 @@ def git_diff(old: Path, new: Path) -> bytes:
     return subprocess.run(command, cwd=old.parent, env=environment, capture_output=True, check=False).stdout
 
 
-def ours(raw: bytes, tree: Files) -> oracle.Series | None:
-    """The series, or None if we refuse it. Anything but a refusal goes through."""
+def ours(raw: bytes, tree: Files) -> oracle.Series | BundleError:
+    """The series, or our refusal of it. Anything else goes through."""
     try:
         return oracle.pin({"p.diff": raw}, tree)
-    except BundleError:
-        return None
+    except BundleError as refusal:
+        return refusal
 
 
 def theirs(raw: bytes, tree: Files, *options: str) -> Files | None:
@@ -118,19 +123,49 @@ def theirs(raw: bytes, tree: Files, *options: str) -> Files | None:
         return oracle.read(place["tree"]) if took else None
 
 
-def agree(raw: bytes, tree: Files) -> bool:
-    """Whether we accept; if so git must too, with the same bytes and modes, forward and back."""
+def stricter() -> frozenset[str]:
+    """The reasons for which we refuse what git applies: those of which the corpus has such a case."""
+    tables = [parse_toml(path.read_bytes(), str(path)) for path in sorted(_CORPUS.glob("*/case.toml"))]
+    return frozenset(
+        table["reason"]
+        for table in tables
+        if table["expected"] == "refuse" and table.get("git", "").startswith("applies")
+    )
+
+
+STRICTER = stricter()
+COUNTS = Counter[str]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def told() -> Iterator[None]:
+    """How often each outcome was, into the file that was asked for."""
+    yield
+    if place := os.environ.get("PATCHBUNDLE_COUNTS"):
+        lines = [f"{count} {outcome}\n" for outcome, count in COUNTS.most_common()]
+        Path(place).write_text("".join(lines), encoding="utf-8")
+
+
+def agree(raw: bytes, tree: Files, kind: str) -> None:
+    """If we accept, git must too, with the same bytes and modes, forward and back; if git alone does, for a reason that
+    we have a name for."""
     series = ours(raw, tree)
-    if series is None:
-        return False
-    made = oracle.move(series, 0, 1)
-    assert theirs(raw, tree) == made
-    assert oracle.move(series, 1, 0) == tree
-    # git 2.47 forgets that a file was executable when it reverses its removal.
-    back = theirs(raw, made, "-R")
-    assert back is not None
-    assert {path: file if path in made else File(file.data, tree[path].mode) for path, file in back.items()} == tree
-    return True
+    git = theirs(raw, tree)
+    if isinstance(series, BundleError):
+        outcome = "both refuse" if git is None else f"git alone applies it: {series.code}"
+        # The word by which a reader finds the case.
+        assert git is None or series.code in STRICTER, f"git applies it, and we have no case of {series.code}"
+    else:
+        outcome = "both apply it, to the same tree"
+        made = oracle.move(series, 0, 1)
+        assert git == made
+        assert oracle.move(series, 1, 0) == tree
+        # git 2.47 forgets that a file was executable when it reverses its removal.
+        back = theirs(raw, made, "-R")
+        assert back is not None
+        assert {path: file if path in made else File(file.data, tree[path].mode) for path, file in back.items()} == tree
+    COUNTS[f"{kind}: {outcome}"] += 1
+    event(outcome)
 
 
 @small
@@ -141,7 +176,8 @@ def test_what_git_makes_a_diff_of_we_apply_and_take_off(trees: tuple[Files, File
         raw = git_diff(place["a"], place["b"])
     assume(raw)
     series = ours(raw, old)
-    assert series is not None
+    assert not isinstance(series, BundleError), str(series)
+    COUNTS["git's own diff: both apply it, to the same tree"] += 1
     assert oracle.move(series, 0, 1) == new
     assert oracle.move(series, 1, 0) == old
 
@@ -156,7 +192,7 @@ def test_a_diff_against_an_edited_tree_is_refused_or_does_what_git_does(
     assume(raw)
     path = data.draw(st.sampled_from(sorted(old)))
     other = {**old, path: File(data.draw(edited(old[path].data)), old[path].mode)}
-    event("accepted" if agree(raw, other) else "refused")
+    agree(raw, other, "against an edited tree")
 
 
 _OTHER_LINES: tuple[bytes, ...] = (
@@ -196,7 +232,19 @@ def test_a_damaged_diff_is_refused_or_does_what_git_does(trees: tuple[Files, Fil
             raw = raw[:spot] + bytes([byte]) + raw[spot + 1 :]
         if not raw.endswith(b"\n"):
             raw += b"\n"
-    event("accepted" if agree(raw, old) else "refused")
+    agree(raw, old, "a damaged diff")
+
+
+@small
+@given(st.dictionaries(_NAME, _FILE, min_size=2, max_size=4), two_trees(), st.data())
+def test_a_diff_against_a_tree_of_its_own_is_refused_or_does_what_git_does(
+    tree: Files, trees: tuple[Files, Files], data: st.DataObject
+) -> None:
+    """Files that are missing, there already, or in a folder's place; two diffs one after the other."""
+    raw = whole_diff(*trees)
+    assume(raw)
+    taken = data.draw(st.sampled_from(["its files and others", "others"]))
+    agree(raw, tree if taken == "others" else {**tree, **trees[0]}, "against another tree")
 
 
 @small

@@ -50,7 +50,7 @@ def scene() -> Iterator[Scene]:
 def test_stopped_at_any_call_in_any_way_it_ends_old_or_new(scene: Scene) -> None:
     kinds, ends = Counter[str](), Counter[str]()
     last: dict[tuple[str, bool], str] = {}
-    for point, end in swept(Sweep(scene, middles=3, stride=5).points()):
+    for point, end in swept(Sweep(scene, middles=3, pairs=2).points()):
         kinds[point.kind] += 1
         ends[end] += 1
         if point.kind == "run killed":
@@ -89,7 +89,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
 def test_a_transaction_that_lacks_a_link_is_found_out(scene: Scene, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, how)
     with pytest.raises(AssertionError, match=r"killed|failed"):
-        for _ in swept(Sweep(scene, middles=2, stride=9).points()):
+        for _ in swept(Sweep(scene, middles=2, pairs=1).points(), 3):
             pass
 
 
@@ -178,7 +178,7 @@ def test_of_reads_from_one_place_three_are_failed_and_of_changes_each(scene: Sce
 
 
 def losses(scene: Scene, without: Site | None = None) -> Losses:
-    bound = int(os.environ.get("PATCHBUNDLE_CHOICES", "6"))
+    bound = int(os.environ.get("PATCHBUNDLE_CHOICES", "10"))
     return Losses(scene, bound=bound, deeper=4, without=without)
 
 

@@ -117,6 +117,26 @@ def test_a_hunk_header_has_one_form(header: bytes) -> None:
     assert refuse(change(b"f").replace(b"@@ -1,2 +1,2 @@\n", header)).code == "malformed"
 
 
+@pytest.mark.parametrize(("number", "code"), [(2**31 - 1, "hunk-start"), (2**31, "number")])
+def test_a_line_number_has_a_bound(number: int, code: str) -> None:
+    assert refuse(change(b"f").replace(b"@@ -1,2 +1,2 @@", b"@@ -%d,2 +1,2 @@" % number)).code == code
+
+
+@pytest.mark.parametrize("rest", [b' "b/x" junk', b' "b/x""', b" ", b""])
+def test_a_git_line_of_quoted_names_holds_two_and_nothing_else(rest: bytes) -> None:
+    assert refuse(b'diff --git "a/x"' + rest + b"\nnew file mode 100644\n").code == "name"
+
+
+def test_every_escape_of_a_quoted_name_is_decoded() -> None:
+    """What it stands for may be refused, and is shown; the names that remain are read."""
+    for escape, character in zip("abtnvfr", "\a\b\t\n\v\f\r", strict=True):
+        error = refuse(change(b'"%s"').replace(b'a/"%s"', b'"a/x\\%c"' % ord(escape)).replace(b'b/"%s"', b"b/x"))
+        assert error.code == "name"
+        assert repr(f"x{character}")[1:-1] in str(error), (escape, str(error))
+    quoted = b'diff --git "a/x\\303\\251" "b/x\\303\\251"\nnew file mode 100644\n'
+    assert parse.parse(quoted, "p.diff").files[0].path == "x\u00e9"
+
+
 @pytest.mark.parametrize("raw", [b"", b"\n", b" \n\t\n", b"\r\n", b"\0\n"], ids=repr)
 def test_nothing_is_no_diff(raw: bytes) -> None:
     assert refuse(raw).code in {"empty", "line-endings"}

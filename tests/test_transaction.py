@@ -11,7 +11,6 @@ import errno
 import os
 import shlex
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from typing import TypeVar
 
 import pytest
 
+from lab.faults.scene import Image, image_of, lay
 from patchbundle import journal, manifest, preflight, transaction, work
 from patchbundle import target as target_module
 from patchbundle.disk import Disk
@@ -193,13 +193,13 @@ def test_recovery_from_every_state_that_kills_can_ever_reach(tmp_path: Path) -> 
         + toys.diff("sglang/srt/old.py", File(toys.OLD), None),
     )
     scene = make_scene(tmp_path, entry, {}, False)
-    seen: dict[Image, str] = {}
+    seen: dict[frozenset[tuple[str, tuple[int, bytes]]], str] = {}
     todo: list[tuple[str, Image]] = []
 
     def note(direction: str) -> None:
-        image = freeze(scene.tree)
-        if image not in seen:
-            seen[image] = direction
+        image = image_of(scene.tree)
+        if frozenset(image.items()) not in seen:
+            seen[frozenset(image.items())] = direction
             todo.append((direction, image))
 
     changing = {"open", "write", "rename", "link", "mkdir", "unlink", "rmdir"}
@@ -215,7 +215,7 @@ def test_recovery_from_every_state_that_kills_can_ever_reach(tmp_path: Path) -> 
         while todo:
             _, image = todo.pop()
             for back in (False, True):
-                thaw(image, scene.tree)
+                lay(image, trees.fresh(scene.tree))
                 try:
                     scene.recover(back, kind)
                 except BundleError as error:
@@ -225,28 +225,6 @@ def test_recovery_from_every_state_that_kills_can_ever_reach(tmp_path: Path) -> 
                     scene.recover(False)
                 scene.where(direction)
         seen = {image: way for image, way in seen.items() if way != direction}
-
-
-Image = frozenset[tuple[str, int, bytes]]
-
-
-def freeze(root: Path) -> Image:
-    items = []
-    for path in root.rglob("*"):
-        mode = path.lstat().st_mode
-        items.append((path.relative_to(root).as_posix(), mode, path.read_bytes() if stat.S_ISREG(mode) else b""))
-    return frozenset(items)
-
-
-def thaw(image: Image, root: Path) -> None:
-    trees.fresh(root)
-    for name, mode, data in sorted(image):
-        path = root / name
-        if stat.S_ISDIR(mode):
-            path.mkdir()
-        else:
-            path.write_bytes(data)
-        path.chmod(stat.S_IMODE(mode))
 
 
 def settle(scene: Scene, direction: str, error: BundleError, number: int) -> str:

@@ -31,7 +31,7 @@ class Options:
     every: int
     every_read: bool
     middles: int
-    stride: int
+    pairs: int
     bound: int
     deeper: int
     seed: int
@@ -72,7 +72,7 @@ def sweep(base: str, part: int, options: Options) -> Found:
     began = time.process_time()
     with scene_of(base) as scene:
         found = Found(base, scene.operations)
-        points = Sweep(scene, options.middles, options.stride, options.every_read).points()
+        points = Sweep(scene, options.middles, options.pairs, options.every_read).points()
         mine = (point for number, point in enumerate(points) if number % options.jobs == part)
         for point, end in swept(mine, options.every, options.seed):
             found.points[point.kind] += 1
@@ -85,7 +85,7 @@ def lose_power(base: str, direction: str, options: Options) -> Found:
     """The losses of power in one direction."""
     began = time.process_time()
     with scene_of(base) as scene:
-        losses = Losses(scene, options.bound, options.deeper, options.seed)
+        losses = Losses(scene, options.bound, options.deeper, options.every, options.seed)
         losses.check(direction)
         found = Found(base, scene.operations, choices=losses.choices, states=losses.states)
     found.seconds = time.process_time() - began
@@ -94,10 +94,10 @@ def lose_power(base: str, direction: str, options: Options) -> Found:
 
 @click.command()
 @click.option("--role", multiple=True, help="One series; again for more. Default: all.")
-@click.option("--every", default=1, show_default=True, help="Take one point of so many, at random.")
+@click.option("--every", default=1, show_default=True, help="Take one point, and one moment, of so many, at random.")
 @click.option("--every-read", is_flag=True, help="Fail each read, not only three of those from one place in the code.")
 @click.option("--middles", default=8, show_default=True, help="Recoveries that are stopped, in each direction; 0: all.")
-@click.option("--stride", default=16, show_default=True, help="Kill each second recovery at one call of so many.")
+@click.option("--pairs", default=4, show_default=True, help="Second recoveries that are killed, after each first one.")
 @click.option("--bound", default=8, show_default=True, help="Choices of what is lost, at each moment of a run.")
 @click.option("--deeper", default=2, show_default=True, help="Recoveries that lose their power, of each sort.")
 @click.option("--seed", default=0, show_default=True, help="Of all that is random here.")

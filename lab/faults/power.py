@@ -227,8 +227,8 @@ class Log:
         """Every moment of the run with the fates that a loss of power may deal then, up to ``bound`` of them each.
 
         A moment is after so many entries; all later ones are lost. Of its choices those that lose its last change
-        belong to an earlier moment. Where there are more than ``bound``, these are taken: all kept, all lost, each
-        alone kept, each alone lost, and others at random.
+        belong to an earlier moment. Where there are more than ``bound``, these are taken: all kept, all lost, and at
+        random some with one alone kept or lost, and others.
         """
         pending: dict[int, Change] = {}
         later = dict.fromkeys(range(len(self.entries)), LOST)
@@ -279,17 +279,16 @@ def _collect(inodes: Mapping[int, Inode], number: int, prefix: str, image: Image
 
 
 def _choices(fates: Sequence[Sequence[int]], bound: int, chance: random.Random) -> Iterator[tuple[int, ...]]:
-    """All choices of one fate each; of more than ``bound`` the plain ones and some at random."""
+    """All choices of one fate each; of more than ``bound`` so many: see :meth:`Log.losses`."""
     if math.prod(len(each) for each in fates) <= bound:
         yield from itertools.product(*fates)
         return
-    plain = [[KEPT] * len(fates), [LOST] * len(fates)]
-    for place in range(len(fates)):
-        for all_others, one in ((KEPT, LOST), (LOST, KEPT)):
-            plain.append([one if at == place else all_others for at in range(len(fates))])
-    seen = {tuple(each) for each in plain}
-    while len(seen) < max(bound, len(plain)):
-        seen.add(tuple(chance.choice(each) for each in fates))
+    seen = {tuple(each for _ in fates): None for each in (KEPT, LOST)}
+    while len(seen) < bound:
+        alone = chance.randrange(len(fates))
+        others, one = chance.choice([(KEPT, LOST), (LOST, KEPT)])
+        seen[tuple(one if at == alone else others for at in range(len(fates)))] = None
+        seen[tuple(chance.choice(each) for each in fates)] = None
     yield from seen
 
 
@@ -302,12 +301,13 @@ class Losses:
 
     Beside the run itself: ``deeper`` runs are killed, spread evenly, and as many in the first journal, and recovered
     before the power is lost; and the recoveries of so many of the states that a loss left lose their power in turn.
-    Both recover on, and back.
+    Both recover on, and back. Of ``every`` so many choices one is taken.
     """
 
     scene: Scene
     bound: int = 64
     deeper: int = 6
+    every: int = 1
     seed: int = 0
     without: Site | None = None
     states: int = 0
@@ -363,7 +363,10 @@ class Losses:
         """Every different tree that a loss during the log leaves; from each, recovery ends old or new."""
         seen: set[int] = set()
         found = []
+        chance = random.Random(self.seed)
         for moment, fates in log.losses(self.bound, random.Random(self.seed)):
+            if self.every > 1 and chance.randrange(self.every):
+                continue
             self.choices += 1
             image = log.image(fates)
             key = hash(tuple((path, mode, data) for path, (mode, data) in image.items()))

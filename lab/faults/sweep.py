@@ -39,12 +39,12 @@ class Sweep:
     """The points of one scene.
 
     A recovery is taken from ``middles`` places in each direction (0: after every change of the run), spread evenly;
-    of those that are killed twice the second is killed at every ``stride``-th call, another one each time.
+    after each that is killed, ``pairs`` second ones are killed, each at another change.
     """
 
     scene: Scene
     middles: int = 0
-    stride: int = 1
+    pairs: int = 4
     every_read: bool = False
 
     def points(self) -> Iterator[Point]:
@@ -156,23 +156,27 @@ class Sweep:
                 yield Point("recovery failed once", f"{place}, call {number} ({kind}): {words}", failed)
 
     def _killed_twice(self, place: str, direction: str, image: Image, back: bool, first: int) -> Iterator[Point]:
-        self.scene.lay(image)
-        killed(lambda: self.scene.recover(back), Kill(first))
-        second = self.scene.seen()
-        for again in (False, True):
-            try:
-                count = self._count(second, lambda again=again: self.scene.recover(again))  # type: ignore[misc]
-            except BundleError:
-                continue
-            for number in range(1 + first % self.stride, len(count.changes) + 1, self.stride):
+        for pair in range(self.pairs):
+            # A way back may be killed on its way back too; where that way is closed it goes on.
+            again = bool((first + pair) % 2)
 
-                def twice(number: int = number, again: bool = again) -> str:
+            def twice(again: bool = again, pair: int = pair) -> str:
+                self.scene.lay(image)
+                killed(lambda: self.scene.recover(back), Kill(first))
+                second = self.scene.seen()
+                try:
+                    changes = len(self._count(second, lambda: self.scene.recover(again)).changes)
+                except BundleError as error:
+                    assert again and error.exit_code == Exit.RECOVERY_NEEDED, str(error)
+                    changes = 0
+                if changes:
                     self.scene.lay(second)
+                    number = 1 + (first * 7 + pair * 13) % changes
                     killed(lambda: self.scene.recover(again), Kill(number))
-                    return self.scene.end_of_recovery(direction)
+                return self.scene.end_of_recovery(direction)
 
-                words = f"{place}, change {first}, again{' back' if again else ''}, change {number}"
-                yield Point("recovery killed twice", words, twice)
+            words = f"{place}, change {first}, again{' back' if again else ''}, {pair}"
+            yield Point("recovery killed twice", words, twice)
 
 
 def swept(points: Iterator[Point], every: int = 1, seed: int = 0) -> Iterator[tuple[Point, str]]:
