@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SCHEMA = 1
 # Verbs that change nothing.
-_READERS = ("plan", "status", "check", "rebase-report")
+_READERS = ("plan", "status", "check", "rebase-report", "env")
 
 
 def bundle_root() -> Path:
@@ -465,6 +465,33 @@ def release_command(report: Report, bundle_path: Path, version: str) -> Exit:
     report.result["filed"] = place.relative_to(bundle_path).as_posix()
     report.say(f"filed: {place.relative_to(bundle_path).as_posix()}")
     report.say("next: tools/apply.py pin")
+    return Exit.DONE
+
+
+@apply_cli.command("env")
+@click.argument("role", type=click.Choice(["prefill", "decode", "router"]))
+@click.option("--profile", metavar="NAME", help="config/profile-NAME.toml over the role's file.")
+@click.option("--on", multiple=True, metavar="GATE", help="Switch a gate on.")
+@click.option("--off", multiple=True, metavar="GATE", help="Switch a gate off.")
+@click.option("--argument", "arguments", multiple=True, metavar="NAME=VALUE", help="Set a launch argument.")
+@verb("env")
+def env_command(
+    report: Report,
+    bundle_path: Path,
+    role: str,
+    profile: str | None,
+    on: tuple[str, ...],
+    off: tuple[str, ...],
+    arguments: tuple[str, ...],
+) -> Exit:
+    """Print the export lines and launch arguments of a ROLE, or refuse a combination that would not start."""
+    from patchbundle import launch, manifest
+
+    made = launch.load(manifest.load(bundle_path), bundle_path, role, profile, on, off, arguments)
+    report.result["environment"] = made.exports
+    report.result["arguments"] = made.flags
+    for line in made.lines():
+        report.say(line)
     return Exit.DONE
 
 

@@ -69,6 +69,7 @@ class Reason(Enum):
     LOCK_STALE = "the lock and the series disagree"
     HEADER = "a patch header is not complete"
     SCAN = "the bundle holds something that must not be published"
+    LAUNCH = "this combination of gates and arguments would not start"
     # The target.
     NO_TARGET = "no target was found"
     TWO_TARGETS = "more than one target was found"
@@ -113,6 +114,7 @@ _CHECK = "mend the bundle, then run: tools/check_sources.py"
 _STATUS = "run: tools/apply.py status"
 _NEXT = {
     Reason.LOCK_STALE: "run: tools/apply.py pin",
+    Reason.LAUNCH: "switch the gate off with --off, or change what it needs",
     Reason.NO_TARGET: "give --root DIR or --python EXE",
     Reason.TWO_TARGETS: "name one of them with --root",
     Reason.WRONG_VERSION: "point --root or --python at the release that the bundle is for",

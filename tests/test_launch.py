@@ -1,0 +1,155 @@
+"""``apply.py env``: what starts a role, and that a combination which a patch refuses is refused here first."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import tomllib
+from click.testing import CliRunner, Result
+
+from patchbundle import cli, launch, manifest
+from patchbundle.errors import BundleError, Reason
+
+ROOT = Path(__file__).parents[1]
+BUNDLE = manifest.load(ROOT)
+SCHEMA = json.loads((ROOT / "tools/patchbundle/schema/launch-1.json").read_text(encoding="utf-8"))
+ROLES = ("prefill", "decode", "router")
+FILES = [ROOT / "config" / f"{name}.toml" for name in (*ROLES, "profile-16k")]
+
+
+def env(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.apply_cli, ["env", *arguments])
+
+
+def result(*arguments: str) -> dict[str, Any]:
+    done = env(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(done.stdout)["result"])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_files_are_as_the_schema_says_and_hold_no_address(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    jsonschema.validate(tomllib.loads(text), SCHEMA)
+    assert not re.search(r"\d+\.\d+\.\d+\.\d+|https?://|(?:^|[^a-z-])(?:model-path|host|port)\s*=", text)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_gate_of_a_series_stands_in_its_file_and_none_besides(role: str) -> None:
+    listed = launch.read(ROOT / "config" / f"{role}.toml")["gates"]
+    assert set(listed) == set(launch.gates_of(BUNDLE, role))
+
+
+def test_a_role_is_started_with_its_exports_and_arguments() -> None:
+    made = result("prefill")
+    assert made["environment"]["SGLANG_RESEARCH_DSA_CP4_ATP2"] == "1"
+    assert "SGLANG_RESEARCH_DCP_GATHER_PRELOAD" not in made["environment"]
+    assert "--tp-size=8" in made["arguments"] and "--enable-prefill-cp" in made["arguments"]
+    lines = env("prefill").stdout.splitlines()
+    assert "export SGLANG_ENABLE_CP_V2=1" in lines and "--attn-cp-size=4" in lines
+
+
+def test_a_profile_lies_over_the_role() -> None:
+    assert result("prefill", "--profile=16k")["environment"]["SGLANG_RESEARCH_DCP_GATHER_PRELOAD"] == "1"
+
+
+def test_a_gate_that_is_off_needs_nothing() -> None:
+    off = [f"--off={name}" for name in launch.gates_of(BUNDLE, "prefill")]
+    made = result("prefill", "--argument=tp-size=4", *off)
+    assert "--tp-size=4" in made["arguments"]
+    assert not any(name.startswith("SGLANG_RESEARCH") for name in made["environment"])
+
+
+def test_an_argument_that_is_false_is_left_out_and_one_without_a_value_is_a_flag() -> None:
+    off = [f"--off={name}" for name in launch.gates_of(BUNDLE, "prefill")]
+    made = result("prefill", "--argument=enable-dp-attention=false", "--argument=enable-metrics", *off)
+    assert "--enable-dp-attention" not in made["arguments"] and "--enable-metrics" in made["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["prefill", "--argument=tp-size=4"], "DSA_CP4_ATP2 needs tp-size = 8, not 4"),
+        (["prefill", "--argument=tp-size=false"], "needs tp-size = 8, not unset"),
+        (["prefill", "--argument=dp-size=true"], "needs dp-size = 1, not True"),
+        (
+            ["prefill", "--argument=enable-dsa-cache-layer-split"],
+            "needs enable-dsa-cache-layer-split = False, not True",
+        ),
+        (["prefill", "--off=SGLANG_RESEARCH_DSA_CP4_ATP2"], "INPUT_SP needs SGLANG_RESEARCH_DSA_CP4_ATP2"),
+        (["prefill", "--profile=16k", "--argument=chunked-prefill-size=8192"], "PRELOAD needs chunked-prefill-size"),
+        (["prefill", "--on=SGLANG_RESEARCH_NOTHING"], "is a gate of no patch of the prefill series"),
+        (["prefill", "--on=SGLANG_RESEARCH_DCP_RETRACT"], "is a gate of no patch of the prefill series"),
+        (["decode", "--argument=speculative-eagle-topk=2"], "RETRACT_DRAFT_KV needs speculative-eagle-topk = 1"),
+        (["decode", "--argument=dcp-size=4"], "PCP4_DCP2 needs dcp-size = 2, not 4"),
+        (["decode", "--argument=disable-overlap-schedule"], "SETTLE_BEFORE_RETRACT needs disable-overlap-schedule"),
+        (["router", "--argument=pd-disaggregation=false"], "STRICT_ACK needs pd-disaggregation = True, not unset"),
+        (["prefill", "--argument=--tp-size=4"], "without dashes in front"),
+        (["prefill", "--profile=../prefill"], "small letters"),
+    ],
+)
+def test_a_combination_that_would_not_start_is_refused_with_the_condition(arguments: list[str], said: str) -> None:
+    done = env(*arguments)
+    assert done.exit_code == 1
+    assert said in done.output
+    assert "export" not in done.stdout
+
+
+def test_every_condition_that_fails_is_named_at_once() -> None:
+    done = env("prefill", "--argument=tp-size=4", "--argument=cp-strategy=zigzag")
+    assert "tp-size" in done.output and "cp-strategy" in done.output
+
+
+def test_a_profile_that_is_not_there_is_named() -> None:
+    done = env("prefill", "--profile=none")
+    assert done.exit_code == 1 and "profile-none.toml" in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[arguments\n", "TOML"),
+        ('[arguments]\n"Tp Size" = 1\n', "a flag without its dashes"),
+        ("[arguments]\ntp = [1]\n", "a string, a number"),
+        ("arguments = 1\n", "a table"),
+        ("[environment]\nlower = 'x'\n", "a variable's name"),
+        ("[environment]\nX = 1\n", "a string"),
+        ("gates = 1\n", "a table"),
+        ("[gates.X]\n", "missing on"),
+        ("[gates.X]\non = 1\n", "true or false"),
+        ("[gates.X]\non = true\nmore = 1\n", "unknown more"),
+        ("[gates.X]\non = true\nneeds = 1\n", "a table"),
+        ("[gates.X]\non = true\n[gates.X.needs]\n'--tp' = 1\n", "without dashes"),
+        ("[gates.X]\non = true\n[gates.X.needs]\ntp = [1]\n", "a string, a number"),
+        ("[gates.X]\non = true\ngates = 'Y'\n", "a list of gates"),
+        ("[other]\n", "unknown other"),
+    ],
+)
+def test_a_file_that_is_not_as_described_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "prefill.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(BundleError) as error:
+        launch.read(path)
+    assert error.value.reason is Reason.MANIFEST
+    assert said in str(error.value)
+
+
+def test_what_a_gate_needs_here_is_what_its_patch_asks_for() -> None:
+    """The conditions of cp4-attention-tp2, read from the source that the engine runs."""
+    tree = ast.parse((ROOT / "sources/prefill/cp_topology.py").read_text(encoding="utf-8"))
+    asked: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+            name, value = node.elts
+            if isinstance(name, ast.Constant) and isinstance(value, ast.Constant):
+                asked[str(name.value).replace("_", "-")] = value.value
+    needs = launch.read(ROOT / "config/prefill.toml")["gates"]["SGLANG_RESEARCH_DSA_CP4_ATP2"].needs
+    shared = needs.keys() & asked.keys()
+    assert {name: needs[name] for name in shared} == {name: asked[name] for name in shared}
+    assert len(shared) >= 7

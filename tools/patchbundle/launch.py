@@ -1,0 +1,200 @@
+"""How a role is started: launch arguments, environment and gates, from ``config/ROLE.toml`` and a profile over it.
+
+A gate that is on states what it needs, so that a combination which its patch would refuse at the engine's start is
+refused here, before anything is started.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchbundle.bases import check_keys, parse_toml, read_file, refuse
+from patchbundle.errors import BundleError, Reason
+from patchbundle.manifest import Bundle
+
+Value = bool | int | float | str
+_FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_PROFILE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One gate: whether it is on, the arguments and variables that it needs, and other gates that must be on."""
+
+    on: bool
+    needs: Mapping[str, Value]
+    gates: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What starts one role. ``arguments``: by flag, without the leading dashes; False and absent are the same."""
+
+    role: str
+    arguments: Mapping[str, Value]
+    environment: Mapping[str, str]
+    gates: Mapping[str, Gate]
+
+    @property
+    def exports(self) -> dict[str, str]:
+        """The variables to set: the environment's and the gates that are on."""
+        return {**self.environment, **{name: "1" for name, gate in self.gates.items() if gate.on}}
+
+    @property
+    def flags(self) -> list[str]:
+        """The arguments as an engine's command line takes them."""
+        return [
+            f"--{name}" if value is True else f"--{name}={value}"
+            for name, value in self.arguments.items()
+            if value is not False
+        ]
+
+    def lines(self) -> list[str]:
+        """What a shell takes: an export a line, then the arguments."""
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.exports.items()]
+        return [*exports, *(shlex.quote(flag) for flag in self.flags)]
+
+
+def gates_of(bundle: Bundle, role: str) -> dict[str, str]:
+    """Patch id by gate, for the gates that the headers of a role's series name."""
+    found: dict[str, str] = {}
+    for patch in bundle.series(role):
+        if patch.header.gate_name is not None:
+            found[patch.header.gate_name] = patch.id
+    return found
+
+
+def _table(table: object, where: str, names: re.Pattern[str], what: str) -> dict[str, Value]:
+    """A table of plain values by name."""
+    if not isinstance(table, dict):
+        raise refuse(where, "a table", repr(table))
+    for name, value in table.items():
+        if not names.fullmatch(name):
+            raise refuse(f"{where}: {name}", what, repr(name))
+        if not isinstance(value, bool | int | float | str):
+            raise refuse(f"{where}: {name}", "a string, a number, true or false", repr(value))
+    return table
+
+
+def _gate(entry: object, where: str) -> Gate:
+    check_keys(entry, {"on"}, where, optional={"needs", "gates"})
+    assert isinstance(entry, dict)
+    if not isinstance(entry["on"], bool):
+        raise refuse(f"{where}: on", "true or false", repr(entry["on"]))
+    needs = entry.get("needs", {})
+    if not isinstance(needs, dict):
+        raise refuse(f"{where}: needs", "a table", repr(needs))
+    for name, value in needs.items():
+        if not (_FLAG.fullmatch(name) or _VARIABLE.fullmatch(name)):
+            raise refuse(f"{where}: needs", "launch arguments without dashes in front, or variables", repr(name))
+        if not isinstance(value, bool | int | float | str):
+            raise refuse(f"{where}: needs: {name}", "a string, a number, true or false", repr(value))
+    gates = entry.get("gates", [])
+    if not isinstance(gates, list) or not all(isinstance(name, str) for name in gates):
+        raise refuse(f"{where}: gates", "a list of gates", repr(gates))
+    return Gate(entry["on"], needs, tuple(gates))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The three tables of a file of ``config/``.
+
+    Raises:
+        BundleError: MANIFEST, if it is not as described in docs/reference.md.
+    """
+    where = str(path)
+    table = parse_toml(read_file(path), where)
+    check_keys(table, set(), where, optional={"arguments", "environment", "gates"})
+    environment = _table(table.get("environment", {}), f"{where}: environment", _VARIABLE, "a variable's name")
+    for name, value in environment.items():
+        if not isinstance(value, str):
+            raise refuse(f"{where}: environment: {name}", "a string", repr(value))
+    gates = table.get("gates", {})
+    if not isinstance(gates, dict):
+        raise refuse(f"{where}: gates", "a table", repr(gates))
+    return {
+        "arguments": _table(table.get("arguments", {}), f"{where}: arguments", _FLAG, "a flag without its dashes"),
+        "environment": environment,
+        "gates": {name: _gate(entry, f"{where}: gates: {name}") for name, entry in gates.items()},
+    }
+
+
+def load(
+    bundle: Bundle,
+    root: Path,
+    role: str,
+    profile: str | None = None,
+    on: Sequence[str] = (),
+    off: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+) -> Launch:
+    """Put a role's file, a profile and the caller's own choices together, later ones first, and check the whole.
+
+    Args:
+        root: the bundle's folder.
+        profile: ``NAME`` of ``config/profile-NAME.toml``.
+        on, off: gates to switch.
+        arguments: ``NAME=VALUE`` in TOML's words, or ``NAME`` for a flag alone.
+
+    Raises:
+        BundleError: MANIFEST for a file that is not as described; LAUNCH for a combination that would not start, with
+            every condition that fails.
+    """
+    files = [root / "config" / f"{role}.toml"]
+    if profile is not None:
+        if not _PROFILE.fullmatch(profile):
+            raise BundleError(Reason.LAUNCH, f"profile {profile}", expected="small letters, digits and dashes")
+        files.append(root / "config" / f"profile-{profile}.toml")
+    merged: dict[str, dict[str, Any]] = {"arguments": {}, "environment": {}, "gates": {}}
+    for path in files:
+        for name, table in read(path).items():
+            merged[name].update(table)
+    for text in arguments:
+        name, sign, value = text.partition("=")
+        if not _FLAG.fullmatch(name):
+            raise BundleError(Reason.LAUNCH, f"argument {text}", expected="NAME=VALUE, without dashes in front")
+        merged["arguments"][name] = _value(value) if sign else True
+    known = gates_of(bundle, role)
+    for names, state in ((on, True), (off, False)):
+        for name in names:
+            gate = merged["gates"].get(name, Gate(state, {}, ()))
+            merged["gates"][name] = Gate(state, gate.needs, gate.gates)
+    launch = Launch(role, merged["arguments"], merged["environment"], merged["gates"])
+    wrong = list(faults(launch, known))
+    if wrong:
+        raise BundleError(Reason.LAUNCH, f"config/{role}.toml", found="; ".join(wrong))
+    return launch
+
+
+def _value(text: str) -> Value:
+    """A value as TOML would read it, else the words themselves."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def faults(launch: Launch, known: Mapping[str, str]) -> Iterator[str]:
+    """Every condition of a gate that is on and does not hold."""
+    for name, gate in launch.gates.items():
+        if not gate.on:
+            continue
+        if name not in known:
+            yield f"{name} is a gate of no patch of the {launch.role} series"
+        for needed, value in gate.needs.items():
+            table: Mapping[str, Value] = launch.environment if _VARIABLE.fullmatch(needed) else launch.arguments
+            found = table.get(needed, False)
+            if found != value or isinstance(found, bool) != isinstance(value, bool):
+                yield f"{name} needs {needed} = {value}, not {'unset' if found is False else found}"
+        for other in gate.gates:
+            if other not in launch.gates or not launch.gates[other].on:
+                yield f"{name} needs {other}"
