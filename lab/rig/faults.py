@@ -149,8 +149,8 @@ def _pack_early_release(module: ModuleType) -> None:
     vars(module)["_give_up"] = lambda state, status: setattr(state, "trusted", True)
 
 
-_CP = ("sglang.srt.research.cp_topology", "cp2-faults", "cp4-attention-tp2")
-_SP = ("sglang.srt.research.input_sp", "cp2-faults-sp", "input-sp")
+_CP = ("sglang.srt.research.cp_topology", "cp2-atp2", "cp4-attention-tp2")
+_SP = ("sglang.srt.research.input_sp", "cp2-atp2", "input-sp")
 
 
 @fault("cp-sum-left-out", "attention outputs are not added up before the experts", *_CP)
