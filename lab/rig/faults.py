@@ -6,9 +6,7 @@ It is put into the running engine by the import hook, so that the tree on the di
 
 from __future__ import annotations
 
-import copy
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -147,52 +145,3 @@ def _pack_too_early(module: ModuleType) -> None:
 @fault("pack-early-release", "the buffer is trusted again after a transfer that failed and may still read it", *_POISON)
 def _pack_early_release(module: ModuleType) -> None:
     vars(module)["_give_up"] = lambda state, status: setattr(state, "trusted", True)
-
-
-_CP = ("sglang.srt.research.cp_topology", "cp2-atp2", "cp4-attention-tp2")
-_SP = ("sglang.srt.research.input_sp", "cp2-atp2", "input-sp")
-
-
-@fault("cp-sum-left-out", "attention outputs are not added up before the experts", *_CP)
-def _cp_sum_left_out(module: ModuleType) -> None:
-    vars(module)["all_reduce"] = lambda hidden_states: hidden_states
-
-
-@fault("cp-exit-of-stock", "the experts' output is added over the CP ranks alone: half of the partial sums", *_CP)
-def _cp_exit_of_stock(module: ModuleType) -> None:
-    def reduce_scatter(hidden_states: Any) -> Any:
-        parallel: Any = sys.modules["sglang.srt.runtime_context"].get_parallel()
-        ranks = parallel.attn_cp_size
-        rows = hidden_states.new_empty(hidden_states.shape[0] // ranks, *hidden_states.shape[1:])
-        parallel.attn_cp_group.reduce_scatter_tensor(rows, hidden_states)
-        return rows
-
-    vars(module)["reduce_scatter"] = reduce_scatter
-
-
-@fault("sp-sum-left-out", "each attention rank takes its half of the rows without the other's partial sums", *_SP)
-def _sp_sum_left_out(module: ModuleType) -> None:
-    run = module.run
-
-    def without(hidden_states: Any, residual: Any, layernorm: Any, context: Any) -> Any:
-        group: Any = sys.modules["sglang.srt.runtime_context"].get_parallel().attn_tp_group
-        parts, mine = context.attn_tp_size, context.attn_tp_rank
-        group.reduce_scatter_tensor = lambda half, rows: half.copy_(rows.tensor_split(parts)[mine])
-        try:
-            return run(hidden_states, residual, layernorm, context)
-        finally:
-            del group.reduce_scatter_tensor
-
-    vars(module)["run"] = without
-
-
-@fault("sp-residual-of-the-other", "each attention rank adds the other's half of the residual", *_SP)
-def _sp_other_residual(module: ModuleType) -> None:
-    run = module.run
-
-    def other(hidden_states: Any, residual: Any, layernorm: Any, context: Any) -> Any:
-        swapped = copy.copy(context)
-        swapped.attn_tp_rank = context.attn_tp_size - 1 - context.attn_tp_rank
-        return run(hidden_states, residual, layernorm, swapped)
-
-    vars(module)["run"] = other
