@@ -1,7 +1,13 @@
-"""Time the exact top-k on this machine's GPU against a pass that only reads, and check what is timed.
+"""Time the exact top-k on this machine's GPU against a pass that only reads and against others, and check them all.
 
 Cold: graphs of calls over rotating buffers that together exceed the L2 cache, after a large read; the arms of a shape
-take turns within each repeat; the median counts. Every figure includes the gap between two graph nodes.
+take turns within each repeat; the median counts. Every figure includes the gap between two graph nodes. Each arm's rows
+are compared with the oracle before it is timed; a peer's wrong rows are counted, one of ours fails the run.
+
+The stock kernels are not part of this repository. --stock-aot names ``sgl_kernel/sm90/common_ops.abi3.so`` of the wheel
+sglang-kernel 0.4.5; --stock-v2 a library that exports ``topk_transform`` and ``topk_plan`` from the engine's own
+``deepseek_v4/topk_v2.cuh`` (it needs the package apache-tvm-ffi). Figures of exact peers that were measured elsewhere
+stand in topk_reported.json and are marked so wherever they are shown.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.device.tree import REPOSITORY, install
@@ -32,6 +39,11 @@ MUST = {
     (8192, 81920): 1150,
 }  # fmt: skip
 SPREAD = ((1, 131072), (6, 81920), (64, 131072), (256, 131072), (2048, 8192))
+GROWTH = (
+    *((rows, 32768) for rows in (4, 16, 64, 1024, 4096)),
+    *((64, width) for width in (8192, 16384, 32768, 262144, 524288)),
+    *((1, width) for width in (16384, 65536, 262144, 1 << 20)),
+)  # rows, width: how time grows
 DISTRIBUTIONS = ("randn", "relu90", "relu999", "off100", "allequal", "ramp1e-13", "bf16q")
 FLUSH_BYTES = 512 << 20
 
@@ -107,70 +119,176 @@ def timed(
     return found
 
 
-def errors(kernel_out: torch.Tensor, scores: torch.Tensor) -> int:
-    """Wrong rows among the first 48."""
-    checked = min(48, scores.shape[0])
-    wanted = oracle.expected(scores[:checked].cpu().numpy(), [scores.shape[1]] * checked, K)
-    return int((kernel_out[:checked].cpu().numpy() != wanted).any(axis=1).sum())
+def wrong_rows(out: torch.Tensor, scores: Any, wanted: Any, ordered: bool) -> tuple[int, int]:
+    """Rows among the checked ones that do not hold the oracle's values, and that are not the oracle's.
+
+    The latter byte for byte where the arm promises an order, else as sets.
+    """
+    got = out[: len(wanted)].cpu().numpy()
+    if not ordered:
+        got, wanted = np.sort(got, axis=1), np.sort(wanted, axis=1)
+    other = (got != wanted).any(axis=1)
+    rows = np.arange(len(wanted))[:, None]
+    values = [np.sort(scores[rows, np.clip(columns, 0, scores.shape[1] - 1)], axis=1) for columns in (got, wanted)]
+    broken = (got < 0) | (got >= scores.shape[1])
+    broken[:, 1:] |= got[:, 1:] == got[:, :-1]
+    wrong = (values[0] != values[1]).any(axis=1) | broken.any(axis=1)
+    return int((wrong & other).sum()), int(other.sum())
 
 
-def measure(kernel: Any, floor: Floor, rows: int, width: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+Call = Callable[[], None]
+Peer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Call]
+
+
+def torch_topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> Call:
+    """Exact values, ties unspecified, 64-bit indices; the copy to ``out`` is not timed by a graph that lacks it."""
+    values = torch.empty(out.shape, device="cuda")
+    found = torch.empty(out.shape, dtype=torch.int64, device="cuda")
+
+    def call() -> None:
+        torch.topk(scores, K, dim=-1, sorted=False, out=(values, found))
+
+    call()
+    out.copy_(found)
+    return call
+
+
+def stock_aot(path: Path) -> Peer:
+    """``fast_topk`` of the published kernel wheel: 4096 candidates, the rest dropped."""
+    for name in ("libcudart.so.13", "libnvrtc.so.13", "libcublasLt.so.13", "libcublas.so.13"):  # it names no folder
+        found = (hit for folder in sys.path for hit in Path(folder).glob(f"nvidia/*/lib/{name}"))
+        if library := next(found, None):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    load: Any = torch.ops.load_library
+    load(str(path))
+
+    def make(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> Call:
+        return lambda: torch.ops.sgl_kernel.fast_topk(scores, out, lengths, None)
+
+    return make
+
+
+def stock_v2(path: Path) -> Peer:
+    """The engine's JIT kernel, paged output of an identity table: 2048 candidates, the rest dropped."""
+    import tvm_ffi  # type: ignore[import-not-found,unused-ignore]
+
+    module = tvm_ffi.load_module(str(path))
+    page = 64
+
+    def make(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> Call:
+        rows, width = scores.shape
+        table = torch.arange(width // page, dtype=torch.int32, device="cuda").repeat(rows, 1).contiguous()
+        plan = torch.empty((rows + 1, 2), dtype=torch.int32, device="cuda")
+        kept = (scores, lengths, table, out, plan)
+        given = [tvm_ffi.from_dlpack(tensor) for tensor in kept]
+        device = tvm_ffi.device("cuda:0")
+
+        def run(name: str, *arguments: Any) -> None:
+            with tvm_ffi.use_raw_stream(device, torch.cuda.current_stream().cuda_stream):
+                getattr(module, name)(*arguments)
+
+        run("topk_plan", given[1], given[4], 0)  # once for a step of the engine: not timed
+
+        def call(held: Any = kept) -> None:
+            run("topk_transform", *given[:4], page, given[4], None)
+
+        return call
+
+    return make
+
+
+def measure(
+    kernel: Any, floor: Floor, rows: int, width: int, kind: str, peers: dict[str, Peer], options: argparse.Namespace
+) -> dict[str, Any]:
     """All arms of one shape and distribution."""
     size = rows * width * 4
-    buffers = max(2, min(64, -(-(200 << 20) // size)))
-    if size > 1 << 30:
-        buffers = 1
+    buffers = 1 if size > 1 << 30 else max(2, min(64, -(-(200 << 20) // size)))
     inputs = [scores_of(kind, rows, width, 17 + i) for i in range(buffers)]
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
-    outs = [torch.empty((rows, K), dtype=torch.int32, device="cuda") for _ in range(buffers)]
-    nodes = 1 if size > 1 << 30 else 24 if size < 1 << 28 else 6
+    nodes = 1 if size > 1 << 30 else 64 if size < 1 << 26 else 20 if size < 1 << 28 else 6
+    checked = min(48, rows)
+    host = inputs[0][:checked].cpu().numpy()
+    wanted = oracle.expected(host, [width] * checked, K)
     arms: dict[str, torch.cuda.CUDAGraph] = {}
+    errors: dict[str, tuple[int, int]] = {}
+    keep: list[Any] = []
 
-    def ours(i: int, **given: Any) -> None:
-        kernel.select(inputs[i % buffers], lengths, K, out=outs[i % buffers], **given)
+    def ours(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> Call:
+        return lambda: kernel.select(scores, lengths, K, out=out)
 
-    arms["exact_topk"] = graph_of(ours, nodes)
-    wrong = errors(outs[0], inputs[0])
-    if not options.quick:
-        for blocks in (132, 264, 528, 1056):
-            arms[f"floor {blocks}"] = graph_of(lambda i, b=blocks: floor(inputs[i % buffers], b), nodes)  # type: ignore[misc]
-    for variant in options.variant:
-        name, _, text = variant.partition(":")
-        given = json.loads(text)
-        if rows * width > 1 << 29 and given.get("path") == "split":
+    for name, make in {"exact_topk": ours, **peers}.items():
+        if name == "torch.topk" and rows * width > 1 << 28:
             continue
-        arms[name] = graph_of(lambda i, g=given: ours(i, **g), nodes)  # type: ignore[misc]
-    if options.torch and rows * width < 1 << 28:
-        arms["torch.topk"] = graph_of(lambda i: torch.topk(inputs[i % buffers], K, sorted=False) and None, nodes)
+        outs = [torch.full((rows, K), -7, dtype=torch.int32, device="cuda") for _ in range(buffers)]
+        calls = [make(scores, lengths, out) for scores, out in zip(inputs, outs, strict=True)]
+        calls[0]()
+        torch.cuda.synchronize()
+        errors[name] = wrong_rows(outs[0], host, wanted, name == "exact_topk")
+        arms[name] = graph_of(lambda i, of=calls: of[i % buffers](), nodes)  # type: ignore[misc]
+        keep.append((outs, calls))
+    for blocks in (132, 264, 528, 1056):
+        arms[f"floor {blocks}"] = graph_of(lambda i, b=blocks: floor(inputs[i % buffers], b), nodes)  # type: ignore[misc]
     flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
     found = timed(arms, nodes, flush, 3 if size > 1 << 30 else options.repeats)
     medians = {name: round(statistics.median(values), 2) for name, values in found.items()}
-    floors = [value for name, value in medians.items() if name.startswith("floor")]
+    lowest = min(value for name, value in medians.items() if name.startswith("floor"))
     row: dict[str, Any] = {
         "name": f"{rows}x{width} {kind}", "value": medians["exact_topk"], "unit": "us",
         "min_us": round(min(found["exact_topk"]), 2), "max_us": round(max(found["exact_topk"]), 2),
-        "wrong_rows": wrong, "checked_rows": min(48, rows), "buffers": buffers, "nodes": nodes,
+        "floor_us": lowest, "ratio": round(medians["exact_topk"] / lowest, 2),
+        "wrong_rows": errors["exact_topk"][1], "checked_rows": checked, "buffers": buffers, "nodes": nodes,
+        "peers_us": {name: medians[name] for name in peers if name in medians},
+        "peers_wrong_values": {name: errors[name][0] for name in peers if name in errors},
+        "peers_other_sets": {name: errors[name][1] for name in peers if name in errors},
     }  # fmt: skip
-    if floors:
-        row["floor_us"] = min(floors)
-        row["ratio"] = round(row["value"] / row["floor_us"], 2)
-    row["others_us"] = {n: v for n, v in medians.items() if n != "exact_topk" and not n.startswith("floor")}
     if kind == "randn" and (rows, width) in MUST:
         row["must"] = MUST[rows, width]
         row["holds"] = row["value"] <= row["must"]
     return row
 
 
+def spread_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each shape measured on every distribution: the worst time over that of randn, which must not exceed 1.5."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        shape, kind = row["name"].split()
+        times.setdefault(shape, {})[kind] = row["value"]
+    made = []
+    for shape, of in times.items():
+        if len(of) == len(DISTRIBUTIONS):
+            worst = max(of, key=lambda kind, of=of: of[kind])  # type: ignore[misc]
+            ratio = round(of[worst] / of["randn"], 2)
+            made.append({"name": f"{shape} worst distribution ({worst})", "value": ratio, "unit": "x randn",
+                         "must": 1.5, "holds": ratio <= 1.5})  # fmt: skip
+    return made
+
+
+def environment(kernel: Any) -> dict[str, Any]:
+    """The machine and what ran on it."""
+    card = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,driver_version", "--format=csv,noheader"]
+    clocks = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "script": "benchmarks/topk.py", "card": card.name, "processors": card.multi_processor_count,
+        "torch": torch.__version__, "clocks_and_driver": clocks, "source_sha256": kernel.SOURCE_SHA256,
+        "k": K, "seed": 17, "cache": "cold",
+    }  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print a table; with --json also write everything."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="no floor, no spread")
-    parser.add_argument("--torch", action="store_true", help="also torch.topk (exact values, ties unspecified)")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--shapes", nargs="*", help="ROWSxWIDTH")
-    parser.add_argument("--variant", nargs="*", default=[], help='NAME:{"path": ...}, further arms of our kernel')
+    parser.add_argument("--shapes", nargs="*", help="ROWSxWIDTH; without it those with a bound, and how time grows")
+    parser.add_argument("--stock-aot", type=Path, metavar="FILE")
+    parser.add_argument("--stock-v2", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    peers: dict[str, Peer] = {"torch.topk": torch_topk}
+    if options.stock_aot:
+        peers["stock fast_topk"] = stock_aot(options.stock_aot)
+    if options.stock_v2:
+        peers["stock topk_v2"] = stock_v2(options.stock_v2)
     with tempfile.TemporaryDirectory() as folder:
         kernel = install(Path(folder))
         kernel.prepare("cuda:0")
@@ -179,33 +297,27 @@ def main(arguments: list[str] | None = None) -> int:
         if options.shapes:
             shapes = [(int(rows), int(width)) for rows, _, width in (text.partition("x") for text in options.shapes)]
         tasks = [(rows, width, "randn") for rows, width in shapes]
-        if not options.quick:
-            tasks += [(*shape, kind) for shape in shapes if shape in SPREAD for kind in DISTRIBUTIONS[1:]]
-        rows_found = []
+        tasks += [(*shape, kind) for shape in shapes if shape in SPREAD for kind in DISTRIBUTIONS[1:]]
+        if not options.shapes:
+            tasks += [(*shape, "randn") for shape in GROWTH if shape not in MUST]
+        found = []
         for rows, width, kind in tasks:
-            row = measure(kernel, floor, rows, width, kind, options)
-            rows_found.append(row)
+            row = measure(kernel, floor, rows, width, kind, peers, options)
+            found.append(row)
             holds = {True: "holds", False: "MISSED", None: ""}[row.get("holds")]
             print(
-                f"{rows:>5}x{width:<8}{kind:<10}{row['value']:>9.2f} us  floor {row.get('floor_us', 0):>7.2f}  "
-                f"x{row.get('ratio', 0):<5} must {row.get('must', '-'):>5} {holds:<7} wrong {row['wrong_rows']}  "
-                f"{row['others_us'] or ''}",
+                f"{rows:>5}x{width:<8}{kind:<10}{row['value']:>9.2f} us  floor {row['floor_us']:>7.2f} "
+                f"x{row['ratio']:<5} must {row.get('must', '-'):>5} {holds:<7} wrong {row['wrong_rows']}  "
+                f"{row['peers_us']} wrong {row['peers_wrong_values']} {row['peers_other_sets']}",
                 flush=True,
             )
             torch.cuda.empty_cache()
+        report = {**environment(kernel), "rows": found + spread_of(found)}
+        for row in report["rows"][len(found) :]:
+            print(row)
         if options.json:
-            card = torch.cuda.get_device_properties(0)
-            clocks = subprocess.run(
-                ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,driver_version", "--format=csv,noheader"],
-                capture_output=True, text=True, check=False,
-            ).stdout.strip()  # fmt: skip
-            report = {
-                "script": "benchmarks/topk.py", "card": card.name, "processors": card.multi_processor_count,
-                "torch": torch.__version__, "clocks_and_driver": clocks, "source_sha256": kernel.SOURCE_SHA256,
-                "k": K, "seed": 17, "cache": "cold", "rows": rows_found,
-            }  # fmt: skip
             options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if any(row["wrong_rows"] for row in rows_found) else 0
+    return 1 if any(row["wrong_rows"] for row in found) else 0
 
 
 if __name__ == "__main__":

@@ -9,17 +9,16 @@
 //            raw p; ragged p + offset[row]; paged table[r][p / page] * page + p % page, or -1 where p lies beyond the
 //            table or no table row belongs to the score row.
 //
-// Why the result cannot depend on scheduling: what a row returns is a function of two numbers, the key T of its k-th
-// score and the count above T. Both come from counts over the whole row. Survivor lists are filled in arrival order,
-// but only counts and sets are ever read from them, and the order of the output comes from a bitmap over the columns.
-// A sample of the row only proposes where to look; counts decide, and a proposal that fails costs one more search,
-// never a wrong member. Nothing waits for another block: no spin barrier, no cluster, so no rule on residency.
+// Why the result cannot depend on scheduling: what a row returns is a function of its k-th pair of (key, column), and
+// that pair comes from counts over the whole row. Survivor lists are filled in arrival order, but only counts and sets
+// are ever read from them, and the order of the output comes from a bitmap over the columns. A sample of the row only
+// proposes where to look; counts decide, and a proposal that fails costs one more search, never a wrong member.
+// Nothing waits for another block: no spin barrier, no cluster, so no rule on residency.
 //
 // Nothing is allocated and nothing is read back by the host. Shared memory stays below 99 KB (sm_120).
 
 #include <cstddef>
 #include <cstdint>
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #ifndef EXACT_TOPK_IDENTITY
@@ -57,64 +56,126 @@ struct Arguments {
 
 namespace {
 
+constexpr uint32_t kFull = 0xFFFFFFFFu;
 constexpr int kMaxK = 2048;
 constexpr int kBins = 2048;
 constexpr int kBinBits = 11;
-constexpr int kFew = 128;      // survivors that are ranked by comparing each with each
-constexpr int kSurvivors = 8192;  // survivor list; expected need is 2500 to 4500
-constexpr int kWindowWords = 15872;  // bitmap words that fit, with padding, into the list's memory
-constexpr long long kWindow = 32LL * kWindowWords;
+constexpr int kFew = 32;        // elements that each warp ranks by comparing all with all
+constexpr uint32_t kMany = 1024;  // elements of a bin from which on it pays to look for its extremes
 constexpr int kMaxSplit = 64;
-constexpr int kResidentKeys = 16;  // keys that a thread holds in registers
 
-static_assert(kWindowWords + kWindowWords / 32 <= 2 * kSurvivors, "the bitmap must fit into the survivor list");
-static_assert(kFew < 1024, "three counts of survivors share a word");
 static_assert(kMaxK <= kBins, "winners are kept where the bins were");
 
 // ---------------------------------------------------------------------------------------------------------------
-// Keys: unsigned integers in the order of the scores. 0 stands for "no element", 1 for NaN.
+// Instructions without a name in C++. The emulation for tests on a CPU brings its own.
+
+#ifdef __CUDACC__
+// 16-byte vectors of shared memory by their own address, which is computed once.
+struct SharedVectors {
+  uint32_t at;
+  __device__ __forceinline__ explicit SharedVectors(const uint4* vectors)
+      : at(static_cast<uint32_t>(__cvta_generic_to_shared(vectors))) {
+    asm("" : "+r"(at));
+  }
+  // Starts a copy from global memory that runs on its own until it is waited for; kFrom vectors further on both sides.
+  template <int kFrom>
+  __device__ __forceinline__ void copy(int i, const void* global) const {
+    asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %2], 16;" ::"r"(at + i * 16), "l"(global), "n"(kFrom * 16)
+                 : "memory");
+  }
+};
+__device__ __forceinline__ void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most kLater of this thread's groups are unfinished.
+template <int kLater>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
+// Until the kernels that this one follows are done and their stores are seen.
+__device__ __forceinline__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The kernel that follows may be set up; it waits for this one by itself.
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ unsigned char* dynamic_memory() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return memory;
+}
+// Words of shared memory by their own address, which is computed once.
+struct SharedWords {
+  uint32_t at;
+  __device__ __forceinline__ explicit SharedWords(const uint32_t* words)
+      : at(static_cast<uint32_t>(__cvta_generic_to_shared(words))) {}
+  __device__ __forceinline__ void count(uint32_t i) const {
+    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(at + i * 4) : "memory");
+  }
+  __device__ __forceinline__ uint32_t take(uint32_t amount) const {
+    uint32_t before;
+    asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(at), "r"(amount) : "memory");
+    return before;
+  }
+};
+__device__ __forceinline__ uint32_t warp_inclusive(uint32_t v) {
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1)
+    asm("{ .reg .u32 r; .reg .pred p; shfl.sync.up.b32 r|p, %0, %1, 0, -1; @p add.u32 %0, r, %0; }" : "+r"(v) : "r"(d));
+  return v;
+}
+#endif
+
+// Keeps the compiler from computing in advance, and holding in registers, what follows from v.
+template <class V>
+__device__ __forceinline__ V opaque(V v) {
+  asm("" : "+r"(v));
+  return v;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Keys: unsigned integers in the order of the scores. 0 is NaN, or no element; 0x80000000 belongs to no score.
+
+constexpr uint32_t kLowest = 0x00800000u;    // key of -inf
+constexpr uint32_t kHighest = 0xFF800001u;   // key of +inf
+constexpr uint32_t kMinusZero = 0x80000000u;  // the key that -0.0 would have
+
+__device__ __forceinline__ uint32_t key_of(float x) {
+  const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));  // -0.0 becomes 0.0, any NaN 0x7FFFFFFF
+  return (bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u)) + 1u;
+}
+
+__device__ __forceinline__ float value_of(uint32_t key) {
+  const uint32_t ordered = key - 1u;
+  return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7FFFFFFFu : ~ordered);
+}
+
+struct Bf16 {
+  uint16_t bits;
+};
 
 template <class T>
 struct Format;
 
 template <>
 struct Format<float> {
-  static constexpr int kPerVector = 4;
-  static constexpr uint32_t kLowest = 0x007FFFFFu;   // key of -inf
-  static constexpr uint32_t kHighest = 0xFF800000u;  // key of +inf
-  static constexpr uint32_t kMinusZero = 0x7FFFFFFFu;  // the key that -0.0 would have
-  static __device__ __forceinline__ float widen(float x) { return x; }
+  static constexpr int kPer = 4;  // elements in 16 bytes
+  static __device__ __forceinline__ float load(const float* at) { return __ldg(at); }
   static __device__ __forceinline__ float part(const uint4& v, int c) {
     return __uint_as_float(c == 0 ? v.x : c == 1 ? v.y : c == 2 ? v.z : v.w);
   }
-  static __device__ __forceinline__ uint32_t key(float x) {
-    const uint32_t bits = x == 0.0f ? 0u : __float_as_uint(x);
-    const uint32_t ordered = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
-    return x != x ? 1u : ordered;
-  }
-  static __device__ __forceinline__ float value(uint32_t key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
+  static __device__ __forceinline__ float stored(const uint4* v, uint32_t c) {
+    return __uint_as_float(reinterpret_cast<const uint32_t*>(v)[c]);
   }
 };
 
 template <>
-struct Format<__nv_bfloat16> {
-  static constexpr int kPerVector = 8;
-  static constexpr uint32_t kLowest = 0x007Fu;
-  static constexpr uint32_t kHighest = 0xFF80u;
-  static constexpr uint32_t kMinusZero = 0x7FFFu;
-  static __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+struct Format<Bf16> {
+  static constexpr int kPer = 8;
+  static __device__ __forceinline__ float load(const Bf16* at) {
+    return __uint_as_float(static_cast<uint32_t>(__ldg(reinterpret_cast<const unsigned short*>(at))) << 16);
+  }
   static __device__ __forceinline__ float part(const uint4& v, int c) {
     const int word = c >> 1;
     const uint32_t pair = word == 0 ? v.x : word == 1 ? v.y : word == 2 ? v.z : v.w;
     return __uint_as_float(c & 1 ? pair & 0xFFFF0000u : pair << 16);
   }
-  static __device__ __forceinline__ uint32_t key(float x) {
-    const uint32_t wide = Format<float>::key(x);
-    return wide == 1u ? 1u : wide >> 16;
-  }
-  static __device__ __forceinline__ float value(uint32_t key) {
-    return Format<float>::value(key << 16 | (key & 0x8000u ? 0u : 0xFFFFu));
+  static __device__ __forceinline__ float stored(const uint4* v, uint32_t c) {
+    return __uint_as_float(static_cast<uint32_t>(reinterpret_cast<const unsigned short*>(v)[c]) << 16);
   }
 };
 
@@ -123,26 +184,29 @@ struct Format<__nv_bfloat16> {
 
 template <class T>
 struct Row {
+  static constexpr int kPer = Format<T>::kPer;
   const T* first;  // the window's first element
   int length;      // of the window
   int lead;        // elements by which `first` lies behind a 16-byte boundary
   long long number;
 
-  static constexpr int kPer = Format<T>::kPerVector;
-  __device__ int vectors() const { return (lead + length + kPer - 1) / kPer; }
+  __device__ __forceinline__ int vectors() const { return (lead + length + kPer - 1) / kPer; }
+  __device__ __forceinline__ const uint4* vector(int v) const {
+    return reinterpret_cast<const uint4*>(first + (v * kPer - lead));
+  }
   // Calls use(score, column) for the elements of 16-byte vector v that lie in the window.
   template <class F>
   __device__ __forceinline__ void visit(int v, F&& use) const {
     const int column = v * kPer - lead;
     if (column >= 0 && column + kPer <= length) {
-      const uint4 raw = __ldg(reinterpret_cast<const uint4*>(first + column));
+      const uint4 raw = __ldg(vector(v));
 #pragma unroll
       for (int c = 0; c < kPer; ++c) use(Format<T>::part(raw, c), column + c);
     } else {
 #pragma unroll
       for (int c = 0; c < kPer; ++c) {
         if (static_cast<unsigned>(column + c) < static_cast<unsigned>(length))
-          use(Format<T>::widen(__ldg(first + column + c)), column + c);
+          use(Format<T>::load(first + column + c), column + c);
       }
     }
   }
@@ -209,62 +273,81 @@ __device__ void emit_all(const Arguments& a, long long number, int length) {
   for (int i = threadIdx.x; i < a.k; i += kThreads) out[i] = i < length ? map(i) : -1;
 }
 
-// ---------------------------------------------------------------------------------------------------------------
-// The k-th key of a set that the block's threads hold between them.
-
-struct Scratch {
-  uint32_t bins[kBins];
-  uint32_t few[kFew];
-  uint32_t warp[2][32];
-  uint32_t box[8];
-};
-
-struct Verdict {
-  uint32_t key;    // the rank-th largest
-  uint32_t above;  // elements with a larger key
-  uint32_t equal;  // elements with this key
-};
-
-__device__ __forceinline__ uint32_t warp_inclusive(uint32_t v) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    const uint32_t other = __shfl_up_sync(0xFFFFFFFFu, v, d);
-    if (lane >= d) v += other;
+// Writes the k winners, which lie in shared memory in their order.
+template <int kThreads>
+__device__ void emit(const Arguments& a, long long number, const uint32_t* winners) {
+  const Map map = map_of(a, number);
+  int* out = a.out + number * a.k;
+  if (a.k % 4 == 0 && reinterpret_cast<uintptr_t>(a.out) % 16 == 0) {
+    for (int i = threadIdx.x; i < a.k / 4; i += kThreads) {
+      const uint4 w = reinterpret_cast<const uint4*>(winners)[i];
+      const int x = map(static_cast<int>(w.x)), y = map(static_cast<int>(w.y)), z = map(static_cast<int>(w.z));
+      reinterpret_cast<int4*>(out)[i] = make_int4(x, y, z, map(static_cast<int>(w.w)));
+    }
+  } else {
+    for (int i = threadIdx.x; i < a.k; i += kThreads) out[i] = map(static_cast<int>(winners[i]));
   }
-  return v;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The rank-th element of a set that the block's threads hold between them.
+
+struct alignas(16) Scratch {
+  uint32_t bins[2][kBins];  // one is counted in while the other is emptied
+  unsigned long long few[kFew];
+  uint32_t totals[32];
+  uint32_t low[32], high[32];
+  uint32_t box[4];
+  uint32_t few_count;
+};
+
+template <int kThreads>
+__device__ __forceinline__ void clear(uint32_t* words, int count) {  // count: a multiple of 4
+  for (int i = threadIdx.x; i < count / 4; i += kThreads) reinterpret_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
 }
 
 // Finds the bin that holds the rank-th element, counted from the top. All threads get it; ends with a barrier.
 template <int kThreads>
-__device__ void find_bin(Scratch& s, uint32_t rank, uint32_t& bin, uint32_t& above, uint32_t& count) {
-  constexpr int kOwn = kBins / kThreads;
-  constexpr int kWarps = kThreads / 32;
+__device__ __forceinline__ void find_bin(Scratch& s, const uint32_t* bins, uint32_t rank, uint32_t& bin,
+                                         uint32_t& before, uint32_t& count) {
+  constexpr int kOwn = kBins / kThreads;  // neighbouring bins; the first thread has the highest
+  static_assert(kOwn == 2 || kOwn % 4 == 0, "loads of 8 or 16 bytes");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int base = kBins - (static_cast<int>(threadIdx.x) + 1) * kOwn;
   uint32_t own[kOwn], sum = 0;
-  const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kOwn;
+  if constexpr (kOwn == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(bins + base);
+    own[0] = v.x, own[1] = v.y;
+  } else {
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) sum += own[i] = s.bins[top - i];
-  const uint32_t inclusive = warp_inclusive(sum);
-  if (lane == 31) s.warp[0][warp] = inclusive;
+    for (int i = 0; i < kOwn; i += 4) {
+      const uint4 v = *reinterpret_cast<const uint4*>(bins + base + i);
+      own[i] = v.x, own[i + 1] = v.y, own[i + 2] = v.z, own[i + 3] = v.w;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) sum += own[i];
+  const uint32_t total = __reduce_add_sync(kFull, sum);
+  if (lane == 0) s.totals[warp] = total;
   __syncthreads();
-  const uint32_t sums = warp_inclusive(lane < kWarps ? s.warp[0][lane] : 0u);
-  uint32_t before = inclusive - sum;
-  if (warp > 0) before += __shfl_sync(0xFFFFFFFFu, sums, warp - 1);
-  if (before < rank && rank <= before + sum) {
+  uint32_t ahead = __reduce_add_sync(kFull, lane < warp ? s.totals[lane] : 0u);
+  if (ahead < rank && rank <= ahead + total) {
+    ahead += warp_inclusive(sum) - sum;
+    if (ahead < rank && rank <= ahead + sum) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (before < rank && rank <= before + own[i]) {
-        s.box[0] = top - i;
-        s.box[1] = before;
-        s.box[2] = own[i];
+      for (int i = kOwn - 1; i >= 0; --i) {
+        if (ahead < rank && rank <= ahead + own[i]) {
+          s.box[0] = base + i;
+          s.box[1] = ahead;
+          s.box[2] = own[i];
+        }
+        ahead += own[i];
       }
-      before += own[i];
     }
   }
   __syncthreads();
   bin = s.box[0];
-  above = s.box[1];
+  before = s.box[1];
   count = s.box[2];
 }
 
@@ -273,159 +356,136 @@ __device__ __forceinline__ int shift_for(uint32_t span) {
   return bits > kBinBits ? bits - kBinBits : 0;
 }
 
-// Sorts keys into bins evenly by value. Subtraction and multiplication by a positive number keep the order of values
-// under rounding, so bins hold neighbours, and that is all that the choice needs; what a bin holds exactly is counted.
-template <class T>
-struct Even {
-  float low, scale;
-
-  __device__ Even(uint32_t low_key, uint32_t high_key) : low(0), scale(0) {
-    if (low_key <= Format<T>::kLowest || high_key >= Format<T>::kHighest || low_key == high_key) return;
-    low = Format<T>::value(low_key);
-    const float found = (kBins - 1) / (Format<T>::value(high_key) - low);
-    scale = found > 0 && found < 1e30f ? found : 0;
-  }
-  __device__ __forceinline__ bool usable() const { return scale > 0; }
-  __device__ __forceinline__ int bin(uint32_t key) const {
-    // Adding 2^23 rounds to an integer that stands in the low bits; the difference is never negative nor above 2047.
-    return __float_as_uint(__fmaf_rn(Format<T>::value(key) - low, scale, 8388608.0f)) & (2 * kBins - 1);
-  }
+// Taken is what has a larger key, or this key and a column before `limit`. With `wanted` > 0 the limit is still open:
+// that many of the elements with this key are taken, the first ones.
+struct Cut {
+  uint32_t key, limit, wanted;
 };
 
-// each(use) must call use(key) for every element that this thread holds; 0 is no element. 1 <= rank <= elements.
-// Counting only: with kEven a first round of bins even by value, then at most three of 11 bits below the common prefix,
-// fewer once a bin holds few. With `enough` > 0 the caller takes any key for which between rank and enough elements are
-// larger or equal, in `key`, and nothing else.
-template <class T, int kThreads, bool kEven, class Each>
-__device__ Verdict kth(Scratch& s, Each&& each, uint32_t rank, uint32_t enough = 0) {
+// each(use) must call use(key, column, there) for every element that this thread holds. Looks among the keys in
+// [low, low + span]; 1 <= rank <= elements there, and fewer unless low is 0. What is not `there` may be counted if its
+// key is 0. s.bins[turn] must be empty, and a barrier passed since; so they are afterwards. kPrefix: the first round
+// takes all keys by their 11 leading bits. Keys beyond the last bin of a round count in it.
+template <int kThreads, bool kPrefix, class Each>
+__device__ Cut narrow(Scratch& s, int& turn, Each&& each, uint32_t rank, uint32_t low, uint32_t span, int shift) {
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
-  uint32_t low = 0xFFFFFFFFu, high = 0;
-  each([&](uint32_t key) {
-    low = min(low, key - 1u);  // no element wraps to the largest
-    high = max(high, key);
-  });
-  low = __reduce_min_sync(0xFFFFFFFFu, low);
-  high = __reduce_max_sync(0xFFFFFFFFu, high);
-  if (lane == 0) {
-    s.warp[0][warp] = low;
-    s.warp[1][warp] = high;
-  }
-  if (threadIdx.x == 0) s.box[3] = 0;
-  __syncthreads();
-  low = __reduce_min_sync(0xFFFFFFFFu, lane < kWarps ? s.warp[0][lane] : 0xFFFFFFFFu) + 1u;
-  high = __reduce_max_sync(0xFFFFFFFFu, lane < kWarps ? s.warp[1][lane] : 0u);
-  Verdict verdict{low, 0, 0};
-  uint32_t bin, above, count;
-  if (kEven) {
-    const Even<T> even(low, high);
-    if (even.usable()) {
-      each([&](uint32_t key) {
-        if (key) atomicAdd(&s.bins[even.bin(key)], 1u);
+  if (threadIdx.x == 0) s.few_count = 0;
+  bool first = true, looked = false;
+  while (true) {
+    const uint32_t* bins = s.bins[turn];
+    const SharedWords words(bins);
+    if (first) {
+      each([&](uint32_t key, uint32_t, bool) {
+        const uint32_t distance = key - low;
+        if (kPrefix)
+          words.count(key >> (32 - kBinBits));
+        else if (distance <= span)
+          words.count(min(distance >> shift, static_cast<uint32_t>(kBins - 1)));
       });
-      __syncthreads();
-      find_bin<kThreads>(s, rank, bin, above, count);
-      verdict.above += above;
-      rank -= above;
-      low = 0xFFFFFFFFu;
-      high = 0;
-      const bool few = count <= kFew;
-      each([&](uint32_t key) {
-        if (key && even.bin(key) == static_cast<int>(bin)) {
-          low = min(low, key);
-          high = max(high, key);
-          if (few) s.few[atomicAdd(&s.box[3], 1u)] = key;
+      first = false;
+    } else {
+      each([&](uint32_t key, uint32_t, bool) {
+        const uint32_t distance = key - low;
+        if (distance <= span) words.count(distance >> shift);
+      });
+    }
+    turn ^= 1;
+    clear<kThreads>(s.bins[turn], kBins);
+    __syncthreads();
+    uint32_t bin, before, count;
+    find_bin<kThreads>(s, bins, rank, bin, before, count);
+    rank -= before;
+    const uint32_t step = bin << shift;
+    low += step;
+    span -= step;
+    if (bin < kBins - 1) span = min(span, (1u << shift) - 1u);
+    if (count == rank) return Cut{low - 1u, 0, 0};
+    if (count <= kFew) break;
+    if (span == 0) return Cut{low, 0, rank};
+    if (count > kMany && !looked) {  // a plateau, or a range much narrower than the bin
+      looked = true;
+      uint32_t least = kFull, most = 0;
+      each([&](uint32_t key, uint32_t, bool) {
+        const uint32_t distance = key - low;
+        if (distance <= span) {
+          least = min(least, distance);
+          most = max(most, distance);
         }
       });
-      if (few) goto compare;
-      low = __reduce_min_sync(0xFFFFFFFFu, low);
-      high = __reduce_max_sync(0xFFFFFFFFu, high);
+      least = __reduce_min_sync(kFull, least);
+      most = __reduce_max_sync(kFull, most);
       if (lane == 0) {
-        s.warp[0][warp] = low;
-        s.warp[1][warp] = high;
+        s.low[warp] = least;
+        s.high[warp] = most;
       }
-      for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
       __syncthreads();
-      low = __reduce_min_sync(0xFFFFFFFFu, lane < kWarps ? s.warp[0][lane] : 0xFFFFFFFFu);
-      high = __reduce_max_sync(0xFFFFFFFFu, lane < kWarps ? s.warp[1][lane] : 0u);
+      least = __reduce_min_sync(kFull, lane < kWarps ? s.low[lane] : kFull);
+      most = __reduce_max_sync(kFull, lane < kWarps ? s.high[lane] : 0u);
+      low += least;
+      span = most - least;
+      if (span == 0) return Cut{low, 0, rank};
     }
+    shift = shift_for(span);
   }
-  {
-    uint32_t span = high - low;
-    while (true) {
-      const int shift = shift_for(span);
-      each([&](uint32_t key) {
-        const uint32_t distance = key - low;
-        if (distance <= span) atomicAdd(&s.bins[distance >> shift], 1u);
+  const SharedWords few_count(&s.few_count);
+  each([&](uint32_t key, uint32_t column, bool there) {
+    if (key - low <= span && there) s.few[few_count.take(1)] = static_cast<unsigned long long>(key) << 32 | ~column;
+  });
+  __syncthreads();
+  const uint32_t have = s.few_count;
+  const unsigned long long mine = lane < have ? s.few[lane] : 0ull;
+  uint32_t larger = 0;
+  for (uint32_t j = 0; j < have; ++j) larger += s.few[j] > mine ? 1u : 0u;
+  const uint32_t at = __ballot_sync(kFull, lane < have && larger == rank - 1u);
+  const unsigned long long last = s.few[__ffs(at) - 1];
+  const uint32_t key = static_cast<uint32_t>(last >> 32);
+  const bool left = __any_sync(kFull, lane < have && static_cast<uint32_t>(mine >> 32) == key && larger >= rank);
+  if (!left && key) return Cut{key - 1u, 0, 0};
+  return Cut{key, ~static_cast<uint32_t>(last) + 1u, 0};
+}
+
+// As narrow, and closes the limit. Columns are below `length`.
+template <int kThreads, bool kPrefix, class Each>
+__device__ Cut choose(Scratch& s, Each&& each, uint32_t rank, uint32_t low, uint32_t span, int shift, int length) {
+  int turn = 0;
+  Cut cut = narrow<kThreads, kPrefix>(s, turn, each, rank, low, span, shift);
+  if (cut.wanted) {
+    const uint32_t last = static_cast<uint32_t>(length) - 1u;
+    const auto equals = [&](auto&& use) {
+      each([&](uint32_t key, uint32_t column, bool there) {
+        const bool equal = key == cut.key && there;
+        use(equal ? ~column : 0u, column, equal);
       });
-      __syncthreads();
-      find_bin<kThreads>(s, rank, bin, above, count);
-      verdict.above += above;
-      rank -= above;
-      const uint32_t step = bin << shift;
-      low += step;
-      if (shift == 0 || (enough && verdict.above + count <= enough)) {
-        verdict.key = low;
-        verdict.equal = count;
-        return verdict;
-      }
-      span = min((1u << shift) - 1u, span - step);
-      if (count <= kFew) break;
-      for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
-      __syncthreads();
-    }
-    each([&](uint32_t key) {
-      if (key - low <= span) s.few[atomicAdd(&s.box[3], 1u)] = key;
-    });
+    };
+    cut.limit = ~narrow<kThreads, false>(s, turn, equals, cut.wanted, ~last, last, shift_for(last)).key;
   }
-compare:
-  __syncthreads();
-  for (uint32_t i = warp; i < count; i += kWarps) {  // a warp compares one with all
-    const uint32_t mine = s.few[i];
-    uint32_t sum = 0;  // three counts of at most kFew share a word
-    for (uint32_t j = lane; j < count; j += 32) {
-      const uint32_t other = s.few[j];
-      sum += (other > mine ? 1u : 0u) + (other == mine ? (j < i ? 0x100400u : 0x400u) : 0u);
-    }
-    sum = __reduce_add_sync(0xFFFFFFFFu, sum);
-    const uint32_t larger = sum & 0x3FFu, same = sum >> 10 & 0x3FFu, earlier = sum >> 20;
-    if (lane == 0 && larger < rank && rank <= larger + same && earlier == 0) {  // exactly one thread
-      s.box[4] = mine;
-      s.box[5] = larger;
-      s.box[6] = same;
-    }
-  }
-  __syncthreads();
-  verdict.key = s.box[4];
-  verdict.above += s.box[5];
-  verdict.equal = s.box[6];
-  return verdict;
+  return cut;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Path 1: the whole row in registers.
 
-template <class T, int kThreads, int kKeys>
-__global__ void __launch_bounds__(kThreads, kThreads < 1024 ? 3 : 1) resident_rows(const Arguments a) {
-  constexpr int kPer = Format<T>::kPerVector;
+template <class T, int kThreads, int kKeys, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) resident_rows(const Arguments a) {
+  constexpr int kPer = Format<T>::kPer;
   constexpr int kVectors = kKeys / kPer;
-  constexpr int kWarps = kThreads / 32;
-  constexpr int kField = 32 / kVectors;  // bits of a count in a word that holds one for each vector of a thread
-  constexpr uint32_t kFieldMask = 0xFFFFFFFFu >> (32 - kField);
+  constexpr int kGroup = kVectors < 32 / (kPer * 2) ? kVectors : 32 / (kPer * 2);  // counts that share a word
+  constexpr int kField = 32 / kGroup;
+  constexpr uint32_t kFieldMask = kFull >> (32 - kField);
   constexpr uint32_t kPart = (1u << kPer) - 1u;
-  static_assert(kKeys <= 32 && 32 * kPer <= kFieldMask, "the counts must fit");
+  static_assert(kKeys <= 32 && kVectors % kGroup == 0 && 32u * kPer <= kFieldMask, "the counts must fit");
   __shared__ Scratch s;
-  __shared__ uint32_t totals[2][kWarps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  clear<kThreads>(s.bins[0], kBins);
+  wait_for_earlier();
   const Row<T> row = row_of<T>(a, blockIdx.x);
+  allow_next();
   if (row.length <= a.k) {
     emit_all<kThreads>(a, row.number, row.length);
     return;
   }
   uint32_t keys[kKeys];
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) keys[i] = 0;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int v = (warp * kVectors + j) * 32 + lane;  // a warp's part of the row is contiguous
@@ -433,96 +493,133 @@ __global__ void __launch_bounds__(kThreads, kThreads < 1024 ? 3 : 1) resident_ro
     if (column >= 0 && column + kPer <= row.length) {
       const uint4 raw = __ldg(reinterpret_cast<const uint4*>(row.first + column));
 #pragma unroll
-      for (int c = 0; c < kPer; ++c) keys[j * kPer + c] = Format<T>::key(Format<T>::part(raw, c));
-    } else if (column < row.length) {
+      for (int c = 0; c < kPer; ++c) keys[j * kPer + c] = key_of(Format<T>::part(raw, c));
+    } else {
 #pragma unroll
       for (int c = 0; c < kPer; ++c) {
-        if (column + c >= 0 && column + c < row.length)
-          keys[j * kPer + c] = Format<T>::key(Format<T>::widen(__ldg(row.first + column + c)));
+        const bool there = static_cast<unsigned>(column + c) < static_cast<unsigned>(row.length);
+        keys[j * kPer + c] = there ? key_of(Format<T>::load(row.first + column + c)) : 0u;
       }
     }
   }
-  const Verdict verdict = kth<T, kThreads, true>(
-      s,
-      [&](auto&& use) {
-#pragma unroll
-        for (int i = 0; i < kKeys; ++i) use(keys[i]);
-      },
-      a.k);
-  const uint32_t wanted = a.k - verdict.above;  // of the elements equal to the k-th, the first ones
-
-  // For each vector of this thread: how many marked elements of the row stand before it. Columns ascend by warp,
-  // vector, lane, part.
-  const auto ranks = [&](uint32_t marks, uint32_t* total, uint32_t* before) {
-    uint32_t mine = 0;
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) mine |= __popc(marks >> (j * kPer) & kPart) << (j * kField & 31);
-    const uint32_t inclusive = warp_inclusive(mine);
-    const uint32_t all = __shfl_sync(0xFFFFFFFFu, inclusive, 31);
-    uint32_t sum = 0;
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      before[j] = sum + ((inclusive - mine) >> (j * kField & 31) & kFieldMask);
-      sum += all >> (j * kField & 31) & kFieldMask;
-    }
-    if (lane == 0) total[warp] = sum;
-    __syncthreads();
-    const uint32_t sums = warp_inclusive(lane < kWarps ? total[lane] : 0u);
-    const uint32_t base = warp > 0 ? __shfl_sync(0xFFFFFFFFu, sums, warp - 1) : 0u;
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) before[j] += base;
+  const int own = (warp * kVectors * 32 + lane) * kPer - row.lead;  // column of the first key
+  const auto column_of = [](int first, int i) {
+    return static_cast<uint32_t>(first + i / kPer * 32 * kPer + i % kPer);
   };
-  uint32_t taken = 0, equal = 0, before[kVectors];
+  const auto each = [&](auto&& use) {
+    const int first = opaque(own);
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i)
+      use(keys[i], column_of(first, i), column_of(first, i) < static_cast<uint32_t>(row.length));
+  };
+  __syncthreads();
+  const Cut cut = choose<kThreads, true>(s, each, a.k, 0, kFull, 32 - kBinBits, row.length);
+  uint32_t taken = 0;
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
-    if (keys[i] > verdict.key) taken |= 1u << i;
-    if (keys[i] == verdict.key) equal |= 1u << i;
+    if (keys[i] > cut.key) taken |= 1u << i;
   }
-  if (verdict.equal > wanted) {
-    ranks(equal, totals[0], before);
+  if (cut.limit) {
+    const int first = opaque(own);
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      uint32_t rank = before[j];
-#pragma unroll
-      for (int c = 0; c < kPer; ++c) {
-        const uint32_t mark = equal & 1u << (j * kPer + c);
-        if (mark && rank++ < wanted) taken |= mark;
-      }
+    for (int i = 0; i < kKeys; ++i) {
+      if (keys[i] == cut.key && column_of(first, i) < cut.limit) taken |= 1u << i;
     }
-  } else {
-    taken |= equal;
   }
-  ranks(taken, totals[1], before);
-  uint32_t* winners = s.bins;
+  // For each vector of this thread: how many of the row's taken elements stand before it. Columns ascend by warp,
+  // vector, lane, part.
+  uint32_t before[kVectors], sum = 0;
+#pragma unroll
+  for (int g = 0; g < kVectors; g += kGroup) {
+    uint32_t mine = 0;
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) mine |= __popc(taken >> ((g + j) * kPer) & kPart) << (j * kField & 31);
+    const uint32_t inclusive = warp_inclusive(mine);
+    const uint32_t all = __shfl_sync(kFull, inclusive, 31);
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      before[g + j] = sum + ((inclusive - mine) >> (j * kField & 31) & kFieldMask);
+      sum += all >> (j * kField & 31) & kFieldMask;
+    }
+  }
+  if (lane == 0) s.low[warp] = sum;  // not s.totals: another warp can still be at it
+  __syncthreads();
+  const uint32_t ahead = __reduce_add_sync(kFull, lane < warp ? s.low[lane] : 0u);
+  uint32_t* winners = s.bins[0];
+  const int first = opaque(own);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    uint32_t place = before[j];
-    const int column = ((warp * kVectors + j) * 32 + lane) * kPer - row.lead;
+    uint32_t place = ahead + before[j];
 #pragma unroll
     for (int c = 0; c < kPer; ++c) {
-      if (taken >> (j * kPer + c) & 1u) winners[place++] = column + c;
+      if (taken >> (j * kPer + c) & 1u) winners[place++] = column_of(first, j * kPer + c);
     }
   }
   __syncthreads();
-  const Map map = map_of(a, row.number);
-  int* out = a.out + row.number * a.k;
-  for (int i = threadIdx.x; i < a.k; i += kThreads) out[i] = map(static_cast<int>(winners[i]));
+  emit<kThreads>(a, row.number, winners);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Paths 2 and 3: a pivot from a sample, one pass that keeps what lies above it, an exact choice among those.
+// Paths 2 and 3: a pivot from a sample, one pass that lists what lies above it, an exact choice among those.
 
-struct Stream {
-  uint2 list[kSurvivors];  // the score's bits as float32, its column
-  Scratch s;
-  uint32_t kept;  // elements above the pivot, also those that did not fit
-  uint32_t winners;
+// A block that lists: its threads; the vectors of a thread in a stage of its ring; the stages, or none where a thread
+// holds all that it looks at; the survivors that a list can take; blocks that should fit on a multiprocessor; the
+// vectors of a sample for each thread.
+template <int kThreads_, int kAhead_, int kStages_, int kRoom_, int kBlocks_, int kSample_>
+struct Shape {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kAhead = kAhead_;
+  static constexpr int kStages = kStages_;
+  static constexpr uint32_t kRoom = kRoom_;
+  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kSample = kSample_;
+  static constexpr int kRingBytes = kStages * kAhead * kThreads * 16;
+};
+using Many = Shape<512, 2, 3, 6144, 2, 2>;
+using Short = Shape<1024, 8, 0, 6144, 1, 1>;  // rows that a block can hold
+using Held = Shape<512, 8, 0, 6144, 2, 4>;    // parts of rows that a block can hold
+using Ring = Shape<512, 2, 3, 6144, 2, 4>;   // parts of any length
+constexpr int kFinishThreads = 1024;
+constexpr int kFinishRoom = 8192;
+
+// Memory of a block that does it all. The sample is judged where the list will be, and the choice is made where the
+// ring was; in between there is room for a bitmap.
+template <class S>
+struct alignas(16) Whole {
+  static constexpr int kList = static_cast<int>(sizeof(uint2) * S::kRoom);
+  static constexpr int kScratch = static_cast<int>(sizeof(Scratch));
+  static constexpr int kBitmap = kList + (S::kRingBytes > kScratch ? S::kRingBytes - kScratch : 0);
+  static_assert(kList >= kScratch, "the sample must fit");
+  unsigned char bytes[kBitmap + kScratch];
+  __device__ uint2* list() { return reinterpret_cast<uint2*>(bytes); }
+  __device__ Scratch& early() { return *reinterpret_cast<Scratch*>(bytes); }
+  __device__ unsigned char* ring() { return bytes + kList; }
+  __device__ uint32_t* bitmap() { return reinterpret_cast<uint32_t*>(bytes); }
+  __device__ Scratch& late() { return *reinterpret_cast<Scratch*>(bytes + kBitmap); }
 };
 
-template <class T>
-__device__ __forceinline__ uint32_t key_of(const uint2& entry) {
-  return Format<T>::key(__uint_as_float(entry.x));
-}
+// Memory of a block that lists a part of a row.
+template <class S>
+struct alignas(16) Part {
+  Scratch s;
+  unsigned char ring[S::kRingBytes ? S::kRingBytes : 16];
+};
+
+struct Pivot {
+  uint32_t key;  // listed is what has a larger one
+  uint32_t top;  // the sample's largest
+};
+
+// Memory of a block that finishes a row whose parts were listed.
+struct alignas(16) Last {
+  uint2 list[kFinishRoom];
+  Scratch s;
+  uint16_t owner[kFinishRoom / 32 + kMaxSplit];  // of 32 survivors each: the part that they come from, and which of it
+  uint32_t first[kMaxSplit + 1];                 // of a part: its first survivor's place
+  uint32_t blocks;
+  uint32_t kept;
+  Pivot pivot;
+};
 
 __device__ __forceinline__ uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -530,170 +627,317 @@ __device__ __forceinline__ uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// Length > k >= 1. The sampled columns are spread by a fixed hash, so that a period in the scores cannot hide.
-template <class T, int kThreads>
-__device__ uint32_t propose(const Arguments& a, const Row<T>& row, Stream& m) {
+
+// The vectors of a part of a row that lie in the window as a whole.
+template <class T>
+struct Inner {
+  int from, to;  // empty if to <= from
+  bool ragged_first, ragged_last;
+
+  __device__ Inner(const Row<T>& row, int part_from, int part_to) {
+    ragged_first = part_from == 0 && part_from < part_to && row.lead != 0;
+    ragged_last = part_to == row.vectors() && part_from < part_to && (row.lead + row.length) % Row<T>::kPer != 0;
+    from = part_from + (ragged_first ? 1 : 0);
+    to = part_to - (ragged_last ? 1 : 0);
+    if (ragged_first && part_to - part_from == 1) ragged_last = false;  // it is the same vector
+  }
+};
+
+// s.bins[0] must be empty; a barrier comes first. Whole vectors are sampled, for what one of their elements costs,
+// spread by a fixed hash, so that a period in the scores cannot hide.
+template <class T, class S>
+__device__ Pivot propose(const Arguments& a, const Row<T>& row, Scratch& s, uint32_t room) {
+  constexpr int kThreads = S::kThreads;
+  constexpr int kPer = Format<T>::kPer;
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const Inner<T> inner(row, 0, row.vectors());
+  const int there = inner.to - inner.from;
   const int length = row.length;
-  const int samples =
-      min(length, length >= (1 << 19) ? 8192 : length >= (1 << 18) ? 4096 : length > (1 << 17) ? 2048 : 1024);
-  const uint32_t step = static_cast<uint32_t>(length / samples);
-  uint32_t* keys = reinterpret_cast<uint32_t*>(m.list);
-  for (int i = threadIdx.x; i < samples; i += kThreads) {
-    const uint32_t column = static_cast<uint32_t>(i) * step + __umulhi(mix(i), step);
-    keys[i] = Format<T>::key(Format<T>::widen(__ldg(row.first + column)));
+  const int wanted = length <= 65536 ? 1024 : length <= 196608 ? 2048 : length <= 393216 ? 4096 : 8192;
+  const int vectors = min(there, min(wanted / kPer, S::kSample * kThreads));
+  if (vectors < 1) {
+    __syncthreads();
+    return Pivot{0, 0};  // lists nothing: the row is short
   }
-  const float expected = static_cast<float>(samples) * a.k / length;
-  int rank = static_cast<int>(expected + 4.0f * sqrtf(expected)) + 2;
-  if (a.sample_rank) rank = a.sample_rank;
-  rank = min(rank, samples);
-  const Verdict verdict = kth<T, kThreads, false>(
-      m.s,
-      [&](auto&& use) {
-        for (int i = threadIdx.x; i < samples; i += kThreads) use(keys[i]);
-      },
-      rank, rank + rank / 4 + 4);
-  // The key between the zeros belongs to no score and has no value that compares alike; the next lower one lets the
-  // same scores pass.
-  return verdict.key == Format<T>::kMinusZero ? verdict.key - 1 : verdict.key;
-}
-
-// Above by the value of an ordinary score: NaN fails both, zeros of both signs are one.
-template <class T>
-struct ByValue {
-  float pivot;
-  __device__ __forceinline__ bool above(float x) const { return x > pivot; }
-};
-
-// The same by key, for pivots that are no ordinary score.
-template <class T>
-struct ByKey {
-  uint32_t pivot;
-  __device__ __forceinline__ bool above(float x) const { return Format<T>::key(x) > pivot; }
-};
-
-// Lists the elements of vectors [from, to) above the pivot, in any order.
-// Begins and ends with a barrier. Stops early once the list has overflowed: the caller looks at `kept` first.
-template <class T, int kThreads, class Order>
-__device__ void keep(const Row<T>& row, int from, int to, const Order& order, Stream& m) {
-  constexpr int kPer = Format<T>::kPerVector;
-  constexpr int kAhead = 16 / kPer;  // vectors in flight for each thread: 16 elements
-  const int lane = threadIdx.x & 31;
-  __syncthreads();
-  if (threadIdx.x == 0) m.kept = 0;
-  __syncthreads();
-  // The first and the last vector can stick out of the window: one thread takes their elements one by one.
-  const bool ragged_first = from == 0 && row.lead != 0;
-  const bool ragged_last = to == row.vectors() && (row.lead + row.length) % kPer != 0;
-  const int inner_from = from + (ragged_first ? 1 : 0);
-  const int inner_to = to - (ragged_last ? 1 : 0);
-  for (int base = inner_from; base < inner_to; base += kThreads * kAhead) {
-    uint4 raw[kAhead];
+  const uint32_t step = static_cast<uint32_t>(there / vectors);
+  uint4 raw[S::kSample];
 #pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-      const int v = min(base + u * kThreads + static_cast<int>(threadIdx.x), inner_to - 1);
-      raw[u] = __ldg(reinterpret_cast<const uint4*>(row.first + (v * kPer - row.lead)));
-    }
-    uint32_t hits = 0;
-#pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-#pragma unroll
-      for (int c = 0; c < kPer; ++c) {
-        if (order.above(Format<T>::part(raw[u], c))) hits |= 1u << (u * kPer + c);
-      }
-    }
-    if (base + kThreads * kAhead > inner_to) {  // the last round: what was read twice does not count twice
-#pragma unroll
-      for (int u = 0; u < kAhead; ++u) {
-        const bool there = base + u * kThreads + static_cast<int>(threadIdx.x) < inner_to;
-        if (!there) hits &= ~(((1u << kPer) - 1u) << (u * kPer));
-      }
-    }
-    if (!__any_sync(0xFFFFFFFFu, hits)) continue;
-    const uint32_t mine = __popc(hits);
-    const uint32_t inclusive = warp_inclusive(mine);
-    uint32_t place = 0;
-    if (lane == 31) place = atomicAdd(&m.kept, inclusive);
-    place = __shfl_sync(0xFFFFFFFFu, place, 31);
-    if (place > kSurvivors) break;
-    place += inclusive - mine;
-    for (uint32_t rest = hits; rest && place < kSurvivors; rest &= rest - 1, ++place) {
-      // Few elements come here: reading them again is cheaper than finding them among the registers.
-      const int at = __ffs(rest) - 1;
-      const int column = (base + at / kPer * kThreads + static_cast<int>(threadIdx.x)) * kPer - row.lead + at % kPer;
-      const float x = Format<T>::widen(__ldg(row.first + column));
-      m.list[place] = uint2{__float_as_uint(x), static_cast<uint32_t>(column)};
-    }
+  for (int u = 0; u < S::kSample; ++u) {
+    const int i = u * kThreads + static_cast<int>(threadIdx.x);
+    const int v = inner.from + static_cast<int>(static_cast<uint32_t>(i) * step + __umulhi(mix(i), step));
+    raw[u] = i < vectors ? __ldg(row.vector(v)) : make_uint4(0, 0, 0, 0);
   }
-  const auto single = [&](float x, int column) {
-    if (order.above(x)) {
-      const uint32_t place = atomicAdd(&m.kept, 1u);
-      if (place < kSurvivors) m.list[place] = uint2{__float_as_uint(x), static_cast<uint32_t>(column)};
+  __syncthreads();
+  const auto each = [&](auto&& use) {
+#pragma unroll
+    for (int u = 0; u < S::kSample; ++u) {
+      if (u * kThreads + static_cast<int>(threadIdx.x) < vectors) {
+#pragma unroll
+        for (int c = 0; c < kPer; ++c) use(key_of(Format<T>::part(raw[u], c)));
+      }
     }
   };
-  if (threadIdx.x == 0 && from < to && ragged_first) row.visit(from, single);
-  if (threadIdx.x == 32 && from < to && ragged_last && !(ragged_first && to - from == 1)) row.visit(to - 1, single);
-  __syncthreads();
+  const SharedWords first(s.bins[0]);
+  uint32_t most = 0;
+  each([&](uint32_t key) {
+    most = max(most, key);
+    first.count(key >> (32 - kBinBits));
+  });
+  most = __reduce_max_sync(kFull, most);
+  if (lane == 0) s.high[warp] = most;
+  const uint32_t samples = vectors * kPer;
+  const float share = static_cast<float>(samples) / length;
+  const float expected = share * a.k;
+  uint32_t rank = static_cast<uint32_t>(expected + 5.0f * sqrtf(expected)) + 2;
+  if (a.sample_rank) rank = a.sample_rank;
+  rank = min(rank, samples);
+  const uint32_t enough = rank + rank / 16 + 2;  // of the sample at or above the pivot
+  const uint32_t plenty = max(enough, static_cast<uint32_t>(share * (room - room / 4)));
+  uint32_t low = 0, before = 0;
+  int shift = 32 - kBinBits, turn = 0;
+  Pivot pivot;
+  while (true) {
+    uint32_t bin, ahead, count;
+    clear<kThreads>(s.bins[turn ^ 1], kBins);
+    __syncthreads();
+    find_bin<kThreads>(s, s.bins[turn], rank - before, bin, ahead, count);
+    before += ahead;
+    low += bin << shift;
+    if (before + count <= enough || shift == 0) {
+      pivot.key = before + count <= plenty && low ? low - 1u : low;
+      break;
+    }
+    const uint32_t span = (1u << shift) - 1u;
+    shift = max(shift - kBinBits, 0);
+    turn ^= 1;
+    const SharedWords words(s.bins[turn]);
+    each([&](uint32_t key) {
+      const uint32_t distance = key - low;
+      if (distance <= span) words.count(distance >> shift);
+    });
+  }
+  pivot.top = __reduce_max_sync(kFull, lane < kWarps ? s.high[lane] : 0u);
+  // No score has this key, and its value compares like 0.0; the next lower one lets the same scores pass.
+  if (pivot.key == kMinusZero) --pivot.key;
+  return pivot;
 }
 
-// Asks for a part of the row before its pivot is known, so that the memory works while the sample is judged.
-template <class T, int kThreads>
-__device__ void fetch(const Row<T>& row, int from, int to) {
-  constexpr int kLine = 128 / 16;  // vectors in a line of the cache
-  const int last = min(to, from + kLine * kThreads * 4);
-  for (int v = from + static_cast<int>(threadIdx.x) * kLine; v < last; v += kThreads * kLine) {
-    const T* at = row.first + max(v * Row<T>::kPer - row.lead, 0);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+// The ring: stages that are filled in turn. Each thread copies what it will look at itself, so no barrier is needed.
+template <class T, class S>
+struct Stages {
+  static constexpr int kStride = S::kThreads * Row<T>::kPer;  // columns between a thread's vectors
+  const uint4* own;      // this thread's first vector
+  SharedVectors target;  // the same
+  const T* next;   // what it copies next
+  int left;        // vectors from there to the end of the part
+  int stage;       // to copy into, in vectors
+
+  __device__ Stages(const Row<T>& row, const Inner<T>& inner, unsigned char* memory)
+      : own(reinterpret_cast<const uint4*>(memory) + threadIdx.x), target(own) {
+    const int v = inner.from + static_cast<int>(threadIdx.x);
+    next = row.first + (static_cast<long long>(v) * Row<T>::kPer - row.lead);
+    left = inner.to - v;
+    stage = 0;
+  }
+  static __device__ __forceinline__ int after(int stage) {
+    return stage == (S::kStages - 1) * S::kAhead * S::kThreads ? 0 : stage + S::kAhead * S::kThreads;
+  }
+  template <int kFrom>
+  __device__ __forceinline__ void copy_vectors() {
+    if constexpr (kFrom < S::kAhead) {
+      if (left > kFrom * S::kThreads)
+        target.template copy<kFrom * S::kThreads>(stage, next);
+      copy_vectors<kFrom + 1>();
+    }
+  }
+  __device__ __forceinline__ void copy() {
+    copy_vectors<0>();
+    copy_group();
+    left -= S::kAhead * S::kThreads;
+    next += S::kAhead * kStride;
+    stage = after(stage);
+  }
+  __device__ __forceinline__ void copy_first() {
+#pragma unroll
+    for (int r = 0; r < S::kStages - 1; ++r) copy();
+  }
+};
+
+// Appends hits to the list, of which the counter tells more than fits once it has overflowed. `hits` has a bit for each
+// element that this thread looks at, at(i) tells how many columns the i-th stands behind the first, value(e) gives the
+// score there.
+template <class At, class Value>
+__device__ __forceinline__ void append(uint32_t hits, int column, At&& at, Value&& value, uint2* list, uint32_t room,
+                                       const SharedWords& counter) {
+  if (!hits) return;
+  const uint32_t count = __popc(hits);
+  const uint32_t end = counter.take(count) + count;
+  if (end > room) return;
+  uint2* place = list + (end - count);
+  while (hits) {
+    const uint32_t i = 31u - __clz(hits);
+    hits ^= 1u << i;
+    const uint32_t e = at(i);
+    *place++ = make_uint2(__float_as_uint(value(e)), column + e);
   }
 }
 
-template <class T, int kThreads>
-__device__ void keep_above(const Row<T>& row, int from, int to, uint32_t pivot, Stream& m) {
-  if (pivot >= Format<T>::kLowest && pivot <= Format<T>::kHighest)
-    keep<T, kThreads>(row, from, to, ByValue<T>{Format<T>::value(pivot)}, m);
-  else
-    keep<T, kThreads>(row, from, to, ByKey<T>{pivot}, m);
+// The bits of the elements above the bar, the first one lowest; NaN is never above.
+template <class T, int kVectors, class Load>
+__device__ __forceinline__ uint32_t above(float bar, Load&& load) {
+  constexpr int kPer = Format<T>::kPer;
+  static_assert(kVectors * kPer <= 32, "a word has a bit for each");
+  uint32_t hits = 0;
+#pragma unroll
+  for (int u = kVectors - 1; u >= 0; --u) {
+    const uint4 raw = load(u);
+#pragma unroll
+    for (int c = kPer - 1; c >= 0; --c)  // the sign of a difference is exact
+      hits = __funnelshift_l(__float_as_uint(__fsub_rn(bar, Format<T>::part(raw, c))), hits, 1);
+  }
+  return hits;
 }
 
-// Finds, by counting over the whole row, a pivot that is certain to do: at most kSurvivors elements above it, at
-// least k above or equal. Reads the row once for every 11 bits, three times at most.
+// Only vectors at which `left` allows count: a thread's u-th one is u * kThreads further.
+template <int kPer, int kThreads, int kVectors>
+__device__ __forceinline__ uint32_t only(uint32_t hits, int left) {
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+    if (left <= u * kThreads) hits &= ~((kFull >> (32 - kPer)) << (u * kPer));
+  }
+  return hits;
+}
+
+// Lists the elements of a part of a row above the pivot, in any order; `kept` (0 before, a barrier passed since) counts
+// also those that did not fit. The memory works from the construction on.
+template <class T, class S>
+struct Lister {
+  static constexpr int kPer = Format<T>::kPer;
+  static constexpr int kStride = S::kThreads * kPer;
+  static constexpr int kHeld = S::kStages ? 1 : 32 / kPer;
+  const Row<T>& row;
+  const Inner<T> inner;
+  const int from, to;
+  Stages<T, S> ring;
+  uint4 held[kHeld];
+
+  __device__ __forceinline__ Lister(const Row<T>& r, int part_from, int part_to, unsigned char* memory)
+      : row(r), inner(r, part_from, part_to), from(part_from), to(part_to), ring(r, inner, memory) {
+    if constexpr (S::kStages != 0) {
+      ring.copy_first();
+    } else {
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        held[u] = make_uint4(0, 0, 0, 0);
+        if (ring.left > u * S::kThreads) held[u] = __ldg(reinterpret_cast<const uint4*>(ring.next + u * kStride));
+      }
+    }
+  }
+
+  // Ends with a barrier.
+  __device__ __forceinline__ void list(uint32_t pivot, uint2* list, uint32_t& kept) {
+    const bool usable = pivot >= kLowest && pivot <= kHighest;
+    const float bar = __uint_as_float(opaque(__float_as_uint(value_of(usable ? pivot : kHighest))));
+    const SharedWords counter(&kept);
+    const int first = inner.from + static_cast<int>(threadIdx.x);
+    int column = first * kPer - row.lead;
+    int left = inner.to - first;  // this thread's vectors lie below it
+    const auto at = [](uint32_t i) { return i + i / kPer * (kStride - kPer); };
+    if constexpr (S::kStages == 0) {
+      const uint32_t hits = above<T, kHeld>(bar, [&](int u) { return held[u]; });
+      append(only<kPer, S::kThreads, kHeld>(hits, left), column, at,
+             [&](uint32_t e) { return Format<T>::load(row.first + (column + static_cast<int>(e))); }, list, S::kRoom,
+             counter);
+    } else {
+      int all = inner.to - inner.from, stage = 0;
+      for (; all > 0; all -= S::kAhead * S::kThreads) {
+        ring.copy();
+        copy_wait<S::kStages - 1>();
+        const uint4* mine = ring.own + stage;
+        uint32_t hits = above<T, S::kAhead>(bar, [&](int u) { return mine[u * S::kThreads]; });
+        if (all < S::kAhead * S::kThreads) hits = only<kPer, S::kThreads, S::kAhead>(hits, left);
+        append(hits, column, at, [&](uint32_t e) { return Format<T>::stored(mine, e); }, list, S::kRoom, counter);
+        stage = Stages<T, S>::after(stage);
+        column += S::kAhead * kStride;
+        left -= S::kAhead * S::kThreads;
+      }
+      copy_wait<0>();
+    }
+    const auto single = [&](float x, int c) {
+      if (x > bar) {
+        const uint32_t place = counter.take(1);
+        if (place < S::kRoom) list[place] = make_uint2(__float_as_uint(x), static_cast<uint32_t>(c));
+      }
+    };
+    if (threadIdx.x == 0 && inner.ragged_first) row.visit(from, single);
+    if (threadIdx.x == 32 && inner.ragged_last) row.visit(to - 1, single);
+    if (threadIdx.x == 64 && !usable) counter.take(0x40000000u);  // no bar stands for such a pivot
+    __syncthreads();
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Where the sample misled.
+
+// Lists what has a larger key than the pivot.
 template <class T, int kThreads>
-__device__ uint32_t search(const Arguments& a, const Row<T>& row, Stream& m) {
+__device__ void list_again(const Row<T>& row, uint32_t pivot, uint2* list, uint32_t room, uint32_t& kept) {
+  __syncthreads();
+  if (threadIdx.x == 0) kept = 0;
+  __syncthreads();
+  for (int v = threadIdx.x; v < row.vectors(); v += kThreads) {
+    row.visit(v, [&](float x, int column) {
+      if (key_of(x) > pivot) {
+        const uint32_t place = atomicAdd(&kept, 1u);
+        if (place < room) list[place] = make_uint2(__float_as_uint(x), static_cast<uint32_t>(column));
+      }
+    });
+  }
+  __syncthreads();
+}
+
+// Finds, by counting over the whole row, a pivot that is certain to do: at most `room` elements above it, at least k
+// above or equal. Reads the row once for every 11 bits, three times at most.
+template <class T, int kThreads>
+__device__ uint32_t search(const Arguments& a, const Row<T>& row, Scratch& s, uint32_t room) {
   const int vectors = row.vectors();
-  uint32_t low = 1, span = 0xFFFFFFFEu, rank = a.k, above = 0;
+  uint32_t low = 0, span = kFull, rank = a.k, above = 0;
   while (true) {
     const int shift = shift_for(span);
     __syncthreads();
-    for (int i = threadIdx.x; i < kBins; i += kThreads) m.s.bins[i] = 0;
+    clear<kThreads>(s.bins[0], kBins);
     __syncthreads();
     for (int v = threadIdx.x; v < vectors; v += kThreads) {
       row.visit(v, [&](float x, int) {
-        const uint32_t distance = Format<T>::key(x) - low;
-        if (distance <= span) atomicAdd(&m.s.bins[distance >> shift], 1u);
+        const uint32_t distance = key_of(x) - low;
+        if (distance <= span) atomicAdd(&s.bins[0][distance >> shift], 1u);
       });
     }
     __syncthreads();
-    uint32_t bin, bin_above, count;
-    find_bin<kThreads>(m.s, rank, bin, bin_above, count);
-    above += bin_above;
-    rank -= bin_above;
+    uint32_t bin, before, count;
+    find_bin<kThreads>(s, s.bins[0], rank, bin, before, count);
+    above += before;
+    rank -= before;
     const uint32_t step = bin << shift;
     low += step;
     if (shift == 0) return low;
-    if (above + count <= kSurvivors) return low - 1;
+    if (above + count <= room && low) return low - 1u;
     span = min((1u << shift) - 1u, span - step);
   }
 }
 
-// Adds to the `already` known winners the first `wanted` elements equal to the pivot, by column, as far as there are
-// that many, which it tells. Ends with a barrier.
+// Adds to the list, which holds `already`, the first `wanted` elements equal to the pivot, by column, as far as there
+// are that many, which it tells. Ends with a barrier.
 template <class T, int kThreads>
-__device__ bool add_equal(const Row<T>& row, uint32_t pivot, uint32_t already, uint32_t wanted, Stream& m,
-                          uint32_t* winners) {
-  constexpr int kPer = Format<T>::kPerVector;
+__device__ bool list_equal(const Row<T>& row, uint32_t pivot, uint32_t already, uint32_t wanted, Scratch& s,
+                           uint2* list) {
+  constexpr int kPer = Format<T>::kPer;
   constexpr int kWarps = kThreads / 32;
   constexpr int kTile = 4;  // vectors of a lane in a tile; a warp's part of a tile is contiguous
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int vectors = row.vectors();
+  const uint32_t bits = __float_as_uint(pivot ? value_of(pivot) : __uint_as_float(0x7FFFFFFFu));
   uint32_t found = 0;
   for (int base = 0; base < vectors && found < wanted; base += kThreads * kTile) {
     uint32_t hits[kTile], before[kTile], mine = 0;
@@ -703,24 +947,24 @@ __device__ bool add_equal(const Row<T>& row, uint32_t pivot, uint32_t already, u
       const int v = base + (warp * kTile + u) * 32 + lane;
       if (v < vectors)
         row.visit(v, [&](float x, int column) {
-          if (Format<T>::key(x) == pivot) hits[u] |= 1u << (column + row.lead - v * kPer);
+          if (key_of(x) == pivot) hits[u] |= 1u << (column + row.lead - v * kPer);
         });
       const uint32_t inclusive = warp_inclusive(__popc(hits[u]));
       before[u] = mine + inclusive - __popc(hits[u]);
-      mine += __shfl_sync(0xFFFFFFFFu, inclusive, 31);
+      mine += __shfl_sync(kFull, inclusive, 31);
     }
     __syncthreads();
-    if (lane == 0) m.s.warp[0][warp] = mine;
+    if (lane == 0) s.totals[warp] = mine;
     __syncthreads();
-    const uint32_t sums = warp_inclusive(lane < kWarps ? m.s.warp[0][lane] : 0u);
-    const uint32_t total = __shfl_sync(0xFFFFFFFFu, sums, 31);
-    const uint32_t offset = warp > 0 ? __shfl_sync(0xFFFFFFFFu, sums, warp - 1) : 0u;
+    const uint32_t sums = warp_inclusive(lane < kWarps ? s.totals[lane] : 0u);
+    const uint32_t total = __shfl_sync(kFull, sums, 31);
+    const uint32_t offset = warp > 0 ? __shfl_sync(kFull, sums, warp - 1) : 0u;
 #pragma unroll
     for (int u = 0; u < kTile; ++u) {
       const int v = base + (warp * kTile + u) * 32 + lane;
       uint32_t rank = found + offset + before[u];
       for (uint32_t rest = hits[u]; rest && rank < wanted; rest &= rest - 1, ++rank)
-        winners[already + rank] = v * kPer - row.lead + __ffs(rest) - 1;
+        list[already + rank] = make_uint2(bits, static_cast<uint32_t>(v * kPer - row.lead + __ffs(rest) - 1));
     }
     found += total;
   }
@@ -728,190 +972,249 @@ __device__ bool add_equal(const Row<T>& row, uint32_t pivot, uint32_t already, u
   return found >= wanted;
 }
 
-// Words of the bitmap lie one further for every 32, so that threads that own neighbouring words meet no bank twice.
-__device__ __forceinline__ int skewed(int word) { return word + (word >> 5); }
-
-// Writes the k winners in ascending order. The list's memory becomes the bitmap.
-template <int kThreads>
-__device__ void emit_sorted(const Arguments& a, long long number, int length, Stream& m, const uint32_t* winners) {
-  constexpr int kWarps = kThreads / 32;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  uint32_t* bitmap = reinterpret_cast<uint32_t*>(m.list);
-  const Map map = map_of(a, number);
-  int* out = a.out + number * a.k;
-  uint32_t done = 0;
-  for (long long window = 0; window < length; window += kWindow) {
-    const int columns = static_cast<int>(min(static_cast<long long>(length) - window, kWindow));
-    const int words = (columns + 31) / 32;
-    const int own = (words + kThreads - 1) / kThreads;
-    __syncthreads();
-    for (int i = threadIdx.x; i < skewed(words - 1) + 1; i += kThreads) bitmap[i] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < a.k; i += kThreads) {
-      const unsigned place = winners[i] - static_cast<unsigned>(window);
-      if (place < static_cast<unsigned>(columns)) atomicOr(&bitmap[skewed(place >> 5)], 1u << (place & 31));
-    }
-    __syncthreads();
-    const int first = threadIdx.x * own, last = min(first + own, words);
-    uint32_t mine = 0;
-    for (int i = first; i < last; ++i) mine += __popc(bitmap[skewed(i)]);
-    const uint32_t inclusive = warp_inclusive(mine);
-    if (lane == 31) m.s.warp[0][warp] = inclusive;
-    __syncthreads();
-    const uint32_t sums = warp_inclusive(lane < kWarps ? m.s.warp[0][lane] : 0u);
-    uint32_t place = done + inclusive - mine + (warp > 0 ? __shfl_sync(0xFFFFFFFFu, sums, warp - 1) : 0u);
-    done += __shfl_sync(0xFFFFFFFFu, sums, 31);
-    for (int i = first; i < last; ++i) {
-      for (uint32_t rest = bitmap[skewed(i)]; rest; rest &= rest - 1)
-        out[place++] = map(static_cast<int>(window) + i * 32 + __ffs(rest) - 1);
-    }
-  }
-}
-
-// What a block of the filter leaves for its row.
-struct Head {
-  uint32_t kept, pivot;
-};
-
-__device__ __forceinline__ long long head_bytes(long long blocks) {
-  return (blocks * static_cast<long long>(sizeof(Head)) + 15) / 16 * 16;
-}
-
+// Brings the list to between k and `room` elements that hold the winners; gives the pivot. Ends with a barrier.
 template <class T, int kThreads>
-__global__ void __launch_bounds__(kThreads) filter_rows(const Arguments a, int split, int room) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  Stream& m = *reinterpret_cast<Stream*>(memory);
-  const long long number = blockIdx.x / split;
-  const int part = blockIdx.x % split;
-  const Row<T> row = row_of<T>(a, number);
-  asm volatile("griddepcontrol.launch_dependents;");  // the finishing kernel may be set up; it waits for this one
-  if (row.length <= a.k) return;                       // and needs nothing here
-  const int vectors = row.vectors();
-  const int share = (vectors + split - 1) / split;
-  const int from = min(part * share, vectors), to = min(from + share, vectors);
-  fetch<T, kThreads>(row, from, to);
-  const uint32_t pivot = propose<T, kThreads>(a, row, m);
-  keep_above<T, kThreads>(row, from, to, pivot, m);
-  const long long block = blockIdx.x;
-  Head* heads = static_cast<Head*>(a.workspace);
-  uint2* pairs = reinterpret_cast<uint2*>(static_cast<char*>(a.workspace) + head_bytes(gridDim.x));
-  const uint32_t kept = m.kept;
-  if (threadIdx.x == 0) heads[block] = Head{kept, pivot};
-  if (kept > static_cast<uint32_t>(room)) return;  // the finishing kernel sees an impossible count
-  for (uint32_t i = threadIdx.x; i < kept; i += kThreads)
-    pairs[block * room + i] = m.list[i];
+__device__ uint32_t settle(const Arguments& a, const Row<T>& row, uint32_t pivot, Scratch& s, uint2* list,
+                           uint32_t room, uint32_t& kept) {
+  const uint32_t k = a.k;
+  bool counted = false;  // the pivot comes from counts, not from the sample
+  while (kept < k || kept > room) {
+    const uint32_t have = kept;
+    // The k-th score can be the pivot itself: all that is listed, and the first ones equal to it.
+    if (have < k && list_equal<T, kThreads>(row, pivot, have, k - have, s, list)) {
+      if (threadIdx.x == 0) kept = k;
+      __syncthreads();
+      break;
+    }
+    if (counted) __trap();  // counts cannot mislead
+    counted = true;
+    pivot = search<T, kThreads>(a, row, s, room);
+    list_again<T, kThreads>(row, pivot, list, room, kept);
+  }
+  return pivot;
 }
 
-// Collects what the filter's blocks left; m.kept tells when there is too much of it.
-template <int kThreads>
-__device__ void gather(const Arguments& a, long long number, int split, int room, Stream& m, uint32_t& pivot) {
+// ---------------------------------------------------------------------------------------------------------------
+// The choice among the listed.
+
+// Chooses among the listed, `kept` of them, all above the pivot or exactly the winners, and writes. The list's memory
+// and what follows it, `words` words up to `s`, become a bitmap over the columns. s.bins[0] must be empty, and a
+// barrier passed since.
+template <int kThreads, int kSlots>
+__device__ void finish(const Arguments& a, long long number, int length, const uint2* list, uint32_t kept,
+                       const Pivot& pivot, uint32_t* bitmap, int words, Scratch& s) {
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Head* heads = static_cast<const Head*>(a.workspace) + number * split;
-  const char* behind_heads = static_cast<const char*>(a.workspace) + head_bytes(a.rows * split);
-  const uint2* pairs = reinterpret_cast<const uint2*>(behind_heads) + number * split * static_cast<long long>(room);
-  pivot = heads[0].pivot;
-  constexpr int kHeads = kMaxSplit / 32;  // for each lane
-  uint32_t total = 0, mine[kHeads], before[kHeads];
-  bool fits = true;
+  uint32_t keys[kSlots], columns[kSlots];
 #pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    const int at = i * 32 + lane;
-    mine[i] = at < split ? heads[at].kept : 0u;
-    fits = fits && mine[i] <= static_cast<uint32_t>(room);
-    if (!fits) mine[i] = 0;
-    const uint32_t inclusive = warp_inclusive(mine[i]);
-    before[i] = total + inclusive - mine[i];
-    total += __shfl_sync(0xFFFFFFFFu, inclusive, 31);
-  }
-  fits = __all_sync(0xFFFFFFFFu, fits) && total <= kSurvivors;
-  if (fits) {
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      for (int part = i * 32 + warp; part < min(split, i * 32 + 32); part += kWarps) {
-        const uint32_t kept = __shfl_sync(0xFFFFFFFFu, mine[i], part & 31);
-        const uint32_t first = __shfl_sync(0xFFFFFFFFu, before[i], part & 31);
-        for (uint32_t j = lane; j < kept; j += 32) m.list[first + j] = pairs[static_cast<long long>(part) * room + j];
-      }
+  for (int j = 0; j < kSlots; ++j) {
+    const uint32_t i = j * kThreads + threadIdx.x;
+    keys[j] = 0;
+    columns[j] = kFull;
+    if (i < kept) {
+      const uint2 entry = list[i];
+      keys[j] = key_of(__uint_as_float(entry.x));
+      columns[j] = entry.y;
     }
   }
-  if (threadIdx.x == 0) m.kept = fits ? total : kSurvivors + 1u;
+  // Calls use(j) for the slots that any thread of the block has filled.
+  const auto slots = [&](auto&& use) {
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+      if (static_cast<uint32_t>(j * kThreads) < kept) use(j);
+    }
+  };
+  Cut cut{0, static_cast<uint32_t>(length), 0};
+  if (kept > static_cast<uint32_t>(a.k)) {
+    const uint32_t low = pivot.key + 1u;
+    const auto each = [&](auto&& use) { slots([&](int j) { use(keys[j], columns[j], columns[j] != kFull); }); };
+    const int shift = shift_for(pivot.top > low ? pivot.top - low : 0u);
+    cut = choose<kThreads, false>(s, each, a.k, low, kFull - low, shift, length);
+  }
+  slots([&](int j) {  // only the taken keep their column
+    if (!(keys[j] > cut.key || (keys[j] == cut.key && columns[j] < cut.limit))) columns[j] = kFull;
+  });
+  // A winner's place: the winners in the groups of 64 columns before its own, and those before it in its own.
+  uint32_t* winners = s.bins[0];
+  uint32_t done = 0;
+  const int most = words / 3;
+  const uint2* groups = reinterpret_cast<const uint2*>(bitmap);
+  uint32_t* ahead = bitmap + most * 2;
+  for (int window = 0; window < length; window += most * 64) {
+    const int count = min((length - window + 63) / 64, most);
+    const uint32_t here = static_cast<uint32_t>(count) * 64u;
+    __syncthreads();
+    clear<kThreads>(bitmap, (count * 2 + 3) / 4 * 4);
+    __syncthreads();
+    slots([&](int j) {
+      const uint32_t place = columns[j] - static_cast<uint32_t>(window);
+      if (columns[j] != kFull && place < here) atomicOr(&bitmap[place >> 5], 1u << (place & 31));
+    });
+    __syncthreads();
+    const int own = (count + kThreads - 1) / kThreads;
+    const int from = min(static_cast<int>(threadIdx.x) * own, count), to = min(from + own, count);
+    uint32_t sum = 0;
+    for (int g = from; g < to; ++g) sum += __popc(groups[g].x) + __popc(groups[g].y);
+    const uint32_t inclusive = warp_inclusive(sum);
+    if (lane == 31) s.high[warp] = inclusive;
+    __syncthreads();
+    const uint32_t sums = lane < kWarps ? s.high[lane] : 0u;
+    uint32_t before = done + __reduce_add_sync(kFull, lane < warp ? sums : 0u) + inclusive - sum;
+    done += __reduce_add_sync(kFull, sums);
+    for (int g = from; g < to; ++g) {
+      ahead[g] = before;
+      before += __popc(groups[g].x) + __popc(groups[g].y);
+    }
+    __syncthreads();
+    slots([&](int j) {
+      const uint32_t place = columns[j] - static_cast<uint32_t>(window);
+      if (columns[j] != kFull && place < here) {
+        const uint2 group = groups[place >> 6];
+        const uint32_t below = (1u << (place & 31)) - 1u;
+        const uint32_t inside = place & 32 ? __popc(group.x) + __popc(group.y & below) : __popc(group.x & below);
+        winners[ahead[place >> 6] + inside] = columns[j];
+      }
+    });
+  }
   __syncthreads();
+  emit<kThreads>(a, number, winners);
 }
 
-template <class T, int kThreads, bool kSplit, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks) stream_rows(const Arguments a, int split, int room) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  Stream& m = *reinterpret_cast<Stream*>(memory);
+// Path 2: a block does it all.
+template <class T, class S>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks) stream_rows(const Arguments a) {
+  constexpr int kThreads = S::kThreads;
+  using M = Whole<S>;
+  M& m = *reinterpret_cast<M*>(dynamic_memory());
+  Scratch& s = m.late();
+  __shared__ uint32_t kept;
+  wait_for_earlier();
   const Row<T> row = row_of<T>(a, blockIdx.x);
-  if (kSplit) asm volatile("griddepcontrol.wait;" ::: "memory");  // until the filter is done and its stores are seen
+  allow_next();
   if (row.length <= a.k) {
     emit_all<kThreads>(a, row.number, row.length);
     return;
   }
-  uint32_t pivot;
-  if (kSplit) {
-    gather<kThreads>(a, row.number, split, room, m, pivot);
-  } else {
-    if (kBlocks == 1) fetch<T, kThreads>(row, 0, row.vectors());
-    pivot = propose<T, kThreads>(a, row, m);
-    keep_above<T, kThreads>(row, 0, row.vectors(), pivot, m);
-  }
-  const uint32_t k = a.k;
-  uint32_t* winners = m.s.bins;
-  bool counted = false;  // the pivot comes from counts, not from the sample
-  while (true) {
-    const uint32_t kept = m.kept;
-    if (kept >= k && kept <= kSurvivors) {
-      const auto listed = [&](auto&& use) {
-        for (uint32_t i = threadIdx.x; i < kept; i += kThreads) use(key_of<T>(m.list[i]));
-      };
-      const Verdict verdict = kth<T, kThreads, false>(m.s, listed, k);
-      const uint32_t wanted = k - verdict.above;
-      uint32_t last = 0;  // complement of the last column taken among the equal ones
-      if (wanted < verdict.equal) {
-        const auto equals = [&](auto&& use) {
-          for (uint32_t i = threadIdx.x; i < kept; i += kThreads)
-            use(key_of<T>(m.list[i]) == verdict.key ? ~m.list[i].y : 0u);
-        };
-        last = kth<T, kThreads, false>(m.s, equals, wanted).key;
-      }
-      if (threadIdx.x == 0) m.winners = 0;
-      __syncthreads();
-      for (uint32_t i = threadIdx.x; i < kept; i += kThreads) {
-        const uint32_t key = key_of<T>(m.list[i]), column = m.list[i].y;
-        if (key > verdict.key || (key == verdict.key && ~column >= last)) winners[atomicAdd(&m.winners, 1u)] = column;
-      }
-      break;
-    }
-    if (kept < k) {  // the k-th score can be the pivot itself: all that is listed, and the first ones equal to it
-      __syncthreads();
-      for (uint32_t i = threadIdx.x; i < kept; i += kThreads) winners[i] = m.list[i].y;
-      if (add_equal<T, kThreads>(row, pivot, kept, k - kept, m, winners)) break;
-    }
-    if (counted) __trap();  // counts cannot mislead
-    counted = true;         // the sample did: look for a pivot that cannot
-    pivot = search<T, kThreads>(a, row, m);
-    keep<T, kThreads>(row, 0, row.vectors(), ByKey<T>{pivot}, m);
-  }
-  emit_sorted<kThreads>(a, row.number, row.length, m, winners);
+  Lister<T, S> lister(row, 0, row.vectors(), m.ring());
+  clear<kThreads>(m.early().bins[0], kBins);
+  if (threadIdx.x == 0) kept = 0;
+  Pivot pivot = propose<T, S>(a, row, m.early(), S::kRoom);
+  __syncthreads();  // the sample's memory becomes the list
+  lister.list(pivot.key, m.list(), kept);
+  if (kept < static_cast<uint32_t>(a.k) || kept > S::kRoom)
+    pivot.key = settle<T, kThreads>(a, row, pivot.key, s, m.list(), S::kRoom, kept);
+  clear<kThreads>(s.bins[0], kBins);
+  __syncthreads();
+  finish<kThreads, (S::kRoom + kThreads - 1) / kThreads>(a, row.number, row.length, m.list(), kept, pivot, m.bitmap(),
+                                                         M::kBitmap / 4, s);
 }
+
+// What a block of the filter leaves for its row.
+struct Head {
+  uint32_t kept;
+  Pivot pivot;
+  uint32_t unused;
+};
+
+// Path 3: blocks list the parts of a row,
+template <class T, class S>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks) filter_rows(const Arguments a, int split) {
+  Part<S>& m = *reinterpret_cast<Part<S>*>(dynamic_memory());
+  __shared__ uint32_t kept;
+  const long long number = blockIdx.x / split;
+  const int part = blockIdx.x % split;
+  clear<S::kThreads>(m.s.bins[0], kBins);
+  if (threadIdx.x == 0) kept = 0;
+  wait_for_earlier();
+  const Row<T> row = row_of<T>(a, number);
+  allow_next();
+  if (row.length <= a.k) return;  // the finishing kernel needs nothing here
+  const int vectors = row.vectors();
+  const int share = (vectors + split - 1) / split;
+  const int from = min(part * share, vectors), to = min(from + share, vectors);
+  Lister<T, S> lister(row, from, to, m.ring);
+  const Pivot pivot = propose<T, S>(a, row, m.s, kFinishRoom);
+  Head* heads = static_cast<Head*>(a.workspace);
+  uint2* list = reinterpret_cast<uint2*>(heads + a.rows * split) + static_cast<long long>(blockIdx.x) * S::kRoom;
+  lister.list(pivot.key, list, kept);
+  if (threadIdx.x == 0) heads[blockIdx.x] = Head{kept, pivot, 0};
+}
+
+// and one block for each row finishes it.
+template <class T, class S>
+__global__ void __launch_bounds__(kFinishThreads, 1) finish_rows(const Arguments a, int split) {
+  constexpr int kThreads = kFinishThreads;
+  constexpr int kWarps = kThreads / 32;
+  Last& m = *reinterpret_cast<Last*>(dynamic_memory());
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  clear<kThreads>(m.s.bins[0], kBins);
+  const Head* heads = static_cast<const Head*>(a.workspace);
+  const uint2* lists = reinterpret_cast<const uint2*>(heads + a.rows * split);
+  lists += static_cast<long long>(blockIdx.x) * split * S::kRoom;
+  heads += static_cast<long long>(blockIdx.x) * split;
+  wait_for_earlier();
+  const Row<T> row = row_of<T>(a, blockIdx.x);
+  allow_next();
+  if (row.length <= a.k) {
+    emit_all<kThreads>(a, row.number, row.length);
+    return;
+  }
+  if (warp == 0) {  // a part's survivors are fetched in blocks of 32
+    uint32_t total = 0, blocks = 0;
+    bool fits = true;
+    for (int base = 0; base < split; base += 32) {
+      const int part = base + lane;
+      const uint32_t mine = part < split ? heads[part].kept : 0u;
+      fits = fits && mine <= S::kRoom;
+      const uint32_t counted = fits ? mine : 0u;
+      const uint32_t own = (counted + 31) / 32;
+      const uint32_t end = total + warp_inclusive(counted), last = blocks + warp_inclusive(own);
+      if (part < split) m.first[part] = end - counted;
+      for (uint32_t j = 0; j < own && last - own + j < sizeof(m.owner) / 2; ++j)
+        m.owner[last - own + j] = static_cast<uint16_t>(part << 8 | j);
+      total = __shfl_sync(kFull, end, 31);
+      blocks = __shfl_sync(kFull, last, 31);
+    }
+    fits = __all_sync(kFull, fits) && total <= kFinishRoom;
+    if (lane == 0) {
+      m.first[split] = total;
+      m.blocks = fits ? blocks : 0u;
+      m.kept = fits ? total : kFinishRoom + 1u;
+      m.pivot = heads[0].pivot;
+    }
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (uint32_t b = warp; b < m.blocks; b += kWarps) {
+    const uint32_t part = m.owner[b] >> 8, i = (m.owner[b] & 255u) * 32 + lane;
+    const uint32_t place = m.first[part] + i;
+    if (place < m.first[part + 1]) m.list[place] = lists[static_cast<long long>(part) * S::kRoom + i];
+  }
+  __syncthreads();
+  Pivot pivot = m.pivot;
+  if (m.kept < static_cast<uint32_t>(a.k) || m.kept > kFinishRoom) {
+    pivot.key = settle<T, kThreads>(a, row, pivot.key, m.s, m.list, kFinishRoom, m.kept);
+    clear<kThreads>(m.s.bins[0], kBins);
+    __syncthreads();
+  }
+  finish<kThreads, kFinishRoom / kThreads>(a, row.number, row.length, m.list, m.kept, pivot,
+                                           reinterpret_cast<uint32_t*>(m.list), sizeof(m.list) / 4, m.s);
+}
+
+constexpr int kSharedLimit = 99 * 1024 - 64;  // of a block on sm_120, less what is declared beside
+static_assert(sizeof(Whole<Many>) <= kSharedLimit && sizeof(Whole<Short>) <= kSharedLimit, "too large for sm_120");
+static_assert(sizeof(Part<Ring>) <= kSharedLimit && sizeof(Last) <= kSharedLimit, "too large for sm_120");
 
 // ---------------------------------------------------------------------------------------------------------------
 // Host.
 
-constexpr int kWide = 1024;    // threads where few rows must be fast
-constexpr int kNarrow = 512;   // threads where many rows share a multiprocessor
-
 struct Plan {
   int path;
   int threads;
+  int held;  // elements that a thread holds; 0: it has a ring
   int split;
-  int room;  // survivors that a block of the filter can leave
   long long bytes;
 };
-
-int at_least_one(long long v) { return v < 1 ? 1 : static_cast<int>(v); }
 
 // The room that a row can need in registers: one that begins off a 16-byte boundary wastes a part of a vector.
 long long widest_of(const Arguments& a) {
@@ -920,74 +1223,88 @@ long long widest_of(const Arguments& a) {
   return a.width + (aligned ? 0 : per - 1);
 }
 
+constexpr long long kWidestResident = 16384;
+
+constexpr long long kWidestShort = 32LL * Short::kThreads;
+
 Plan plan_of(const Arguments& a) {
-  Plan p{a.path, kNarrow, 1, 0, 0};
-  const int processors = at_least_one(a.processors);
+  Plan p{a.path, Many::kThreads, 0, 1, 0};
+  const long long processors = a.processors < 1 ? 1 : a.processors;
   const long long widest = widest_of(a);
-  if (p.path == 0) {
-    if (widest <= 1024 * kResidentKeys) p.path = 1;
-    else if (a.width <= 49152 || a.rows * 2 > processors) p.path = 2;
-    else p.path = 3;
+  const bool few = a.rows <= processors;
+  if (p.path == 0)
+    p.path = widest <= kWidestResident ? 1 : widest <= kWidestShort || !few ? 2 : 3;
+  if (p.path == 1) {
+    const bool narrow = widest <= kWidestResident / 2;
+    p.threads = few ? 1024 : 512;
+    p.held = few ? narrow ? 8 : 16 : narrow ? 16 : 32;
   }
-  if (p.path == 1) p.threads = widest <= kNarrow * kResidentKeys && a.rows > processors ? kNarrow : kWide;
-  if (p.path == 2) p.threads = a.rows > processors ? kNarrow : kWide;
+  if (p.path == 2 && few && widest <= kWidestShort) p.threads = Short::kThreads, p.held = 32;
   if (p.path == 3) {
-    p.threads = kWide;
-    long long split = a.split ? a.split : processors / (a.rows > 0 ? a.rows : 1); 
-    const long long useful = a.width / 4096;
-    if (!a.split && split > useful) split = useful;
-    p.split = at_least_one(split < kMaxSplit ? split : kMaxSplit);
-    p.room = kSurvivors;
-    const long long blocks = a.rows * p.split;
-    p.bytes = (blocks * static_cast<long long>(sizeof(Head)) + 15) / 16 * 16 + blocks * p.room * 8LL;
+    long long split = a.split;
+    if (!split) {
+      const long long fair = 2 * processors / (a.rows > 0 ? a.rows : 1), useful = (a.width + 4095) / 4096;
+      split = fair < useful ? fair : useful;
+    }
+    p.split = static_cast<int>(split < 1 ? 1 : split > kMaxSplit ? kMaxSplit : split);
+    p.threads = Held::kThreads;
+    p.held = widest + 8 * p.split <= 32LL * Held::kThreads * p.split ? 32 : 0;
+    p.bytes = a.rows * p.split * static_cast<long long>(sizeof(Head) + Held::kRoom * sizeof(uint2));
   }
   return p;
 }
 
-template <class Kernel>
-cudaError_t with_memory(Kernel kernel) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Stream));
-}
+static_assert(Held::kThreads == Ring::kThreads && Held::kRoom == Ring::kRoom, "they leave the same for the finish");
 
 template <class T>
 cudaError_t prepare() {
-  cudaError_t error = with_memory(filter_rows<T, kWide>);
-  if (error == cudaSuccess) error = with_memory(stream_rows<T, kWide, true, 1>);
-  if (error == cudaSuccess) error = with_memory(stream_rows<T, kWide, false, 1>);
-  if (error == cudaSuccess) error = with_memory(stream_rows<T, kNarrow, false, 3>);
+  const auto most = [](auto kernel, size_t bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  };
+  cudaError_t error = most(stream_rows<T, Many>, sizeof(Whole<Many>));
+  if (error == cudaSuccess) error = most(stream_rows<T, Short>, sizeof(Whole<Short>));
+  if (error == cudaSuccess) error = most(filter_rows<T, Held>, sizeof(Part<Held>));
+  if (error == cudaSuccess) error = most(filter_rows<T, Ring>, sizeof(Part<Ring>));
+  if (error == cudaSuccess) error = most(finish_rows<T, Held>, sizeof(Last));
   return error;
+}
+
+// Each kernel waits by itself for those before it, so it may be set up while they still run.
+template <class Kernel, class... More>
+cudaError_t start(Kernel kernel, long long blocks, int threads, size_t bytes, cudaStream_t stream, const Arguments& a,
+                  More... more) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, a, more...);
 }
 
 template <class T>
 cudaError_t launch(const Arguments& a, const Plan& p, cudaStream_t stream) {
-  const unsigned rows = static_cast<unsigned>(a.rows);
+  const long long rows = a.rows, blocks = rows * p.split;
   if (p.path == 1) {
-    if (p.threads == kNarrow) resident_rows<T, kNarrow, 16><<<rows, kNarrow, 0, stream>>>(a);
-    else if (widest_of(a) <= kWide * 8) resident_rows<T, kWide, 8><<<rows, kWide, 0, stream>>>(a);
-    else resident_rows<T, kWide, 16><<<rows, kWide, 0, stream>>>(a);
-  } else if (p.path == 2) {
-    if (p.threads == kNarrow) stream_rows<T, kNarrow, false, 3><<<rows, kNarrow, sizeof(Stream), stream>>>(a, 1, 0);
-    else stream_rows<T, kWide, false, 1><<<rows, kWide, sizeof(Stream), stream>>>(a, 1, 0);
-  } else {
-    filter_rows<T, kWide><<<rows * p.split, kWide, sizeof(Stream), stream>>>(a, p.split, p.room);
-    const cudaError_t error = cudaPeekAtLastError();
-    if (error != cudaSuccess) return error;
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(rows);
-    config.blockDim = dim3(kWide);
-    config.dynamicSmemBytes = sizeof(Stream);
-    config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, stream_rows<T, kWide, true, 1>, a, p.split, p.room);
+    if (p.held == 8) return start(resident_rows<T, 1024, 8, 1>, rows, 1024, 0, stream, a);
+    if (p.held == 32) return start(resident_rows<T, 512, 32, 2>, rows, 512, 0, stream, a);
+    if (p.threads == 1024) return start(resident_rows<T, 1024, 16, 1>, rows, 1024, 0, stream, a);
+    return start(resident_rows<T, 512, 16, 3>, rows, 512, 0, stream, a);
   }
-  return cudaPeekAtLastError();
+  if (p.path == 2) {
+    if (p.held) return start(stream_rows<T, Short>, rows, Short::kThreads, sizeof(Whole<Short>), stream, a);
+    return start(stream_rows<T, Many>, rows, Many::kThreads, sizeof(Whole<Many>), stream, a);
+  }
+  const cudaError_t error =
+      p.held ? start(filter_rows<T, Held>, blocks, Held::kThreads, sizeof(Part<Held>), stream, a, p.split)
+             : start(filter_rows<T, Ring>, blocks, Ring::kThreads, sizeof(Part<Ring>), stream, a, p.split);
+  if (error != cudaSuccess) return error;
+  return start(finish_rows<T, Held>, rows, kFinishThreads, sizeof(Last), stream, a, p.split);
 }
-
-static_assert(sizeof(Stream) <= 99 * 1024, "sm_120 has 99 KB for a block");
 
 }  // namespace
 
@@ -1010,7 +1327,7 @@ int exact_topk_plan(const Arguments* a) {
 // Once for each device, before the first launch and outside of any capture.
 int exact_topk_prepare() {
   cudaError_t error = prepare<float>();
-  if (error == cudaSuccess) error = prepare<__nv_bfloat16>();
+  if (error == cudaSuccess) error = prepare<Bf16>();
   return static_cast<int>(error);
 }
 
@@ -1020,9 +1337,9 @@ int exact_topk_launch(const Arguments* a, cudaStream_t stream) {
   if (a->rows == 0) return 0;
   const Plan p = plan_of(*a);
   if (a->rows * p.split > 0x7FFFFFFFLL || a->width > 0x7FFFFF00LL) return -1;
-  if (p.path == 1 && widest_of(*a) > kWide * kResidentKeys) return -3;
+  if (p.path == 1 && widest_of(*a) > kWidestResident) return -3;
   if (p.bytes > a->workspace_bytes) return -2;
-  return static_cast<int>(a->bf16 ? launch<__nv_bfloat16>(*a, p, stream) : launch<float>(*a, p, stream));
+  return static_cast<int>(a->bf16 ? launch<Bf16>(*a, p, stream) : launch<float>(*a, p, stream));
 }
 
 const char* exact_topk_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

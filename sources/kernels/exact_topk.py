@@ -16,7 +16,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("exact_topk.cu")
 # The build refuses any other bytes. This module is itself pinned, so the pair can only change together.
-SOURCE_SHA256 = "3e466aea9e3bf2c1167adbe5a36742b9a0205e306d60ddf6e511804d78352fb8"
+SOURCE_SHA256 = "71dc4868c1d983fecd88a31c67b961df0ccc7dfba74784ec6a88c25fc69d9ccd"
 
 LARGEST_K = 2048
 PATHS = {"auto": 0, "resident": 1, "stream": 2, "split": 3}

@@ -21,32 +21,34 @@ TESTS = {"row offset in 32 bits": "billion"}  # the one that the quick tests can
 # name: text of the source, what to put there
 MUTATIONS: dict[str, tuple[str, str]] = {
     "resident: ties to the highest column": (
-        "if (mark && rank++ < wanted)",
-        "if (mark && rank++ >= verdict.equal - wanted)",
+        "column_of(first, i) < cut.limit",
+        "column_of(first, i) >= cut.limit",
     ),
-    "stream: ties to the highest column": (
-        "key == verdict.key && ~column >= last",
-        "key == verdict.key && ~column <= last",
-    ),
-    "candidates capped": ("const uint32_t kept = m.kept;\n    if", "const uint32_t kept = min(m.kept, 8192u);\n    if"),
+    "listed: ties to the highest column": ("columns[j] < cut.limit", "columns[j] >= cut.limit"),
+    "few ties: the last one first": ("<< 32 | ~column;", "<< 32 | column;"),
+    "candidates capped": ("a.k) || kept > S::kRoom)", "a.k))"),
+    "candidates capped at the finish": ("a.k) || m.kept > kFinishRoom)", "a.k))"),
     "length read as unsigned": (
         "long long length = a.lengths[number];",
         "long long length = static_cast<unsigned>(a.lengths[number]);",
     ),
-    "tail forgotten": ("if (threadIdx.x == 32 && from < to && ragged_last", "if (false && ragged_last"),
-    "-0.0 below 0.0": ("x == 0.0f ? 0u : __float_as_uint(x)", "__float_as_uint(x)"),
-    "NaN highest": ("return x != x ? 1u : ordered;", "return x != x ? 0xFFFFFFFEu : ordered;"),
-    "columns before the start": ("if (column + c >= 0 && column + c < row.length)", "if (column + c < row.length)"),
+    "tail forgotten": ("if (threadIdx.x == 32 && inner.ragged_last)", "if (false && inner.ragged_last)"),
+    "-0.0 below 0.0": ("__float_as_uint(__fadd_rn(x, 0.0f))", "__float_as_uint(x)"),
+    "NaN highest": ("| 0x80000000u)) + 1u;", "| 0x80000000u));"),
+    "columns before the start": (
+        "static_cast<unsigned>(column + c) < static_cast<unsigned>(row.length);",
+        "column + c < row.length;",
+    ),
     "equal ones counted from the warp's own first": (
         "uint32_t rank = found + offset + before[u];",
         "uint32_t rank = found + before[u];",
     ),
     "segment off by one": ("(a.segments[middle] <= number ? low : high)", "(a.segments[middle] < number ? low : high)"),
     "no padding": ("out[i] = i < length ? map(i) : -1;", "out[i] = i < length ? map(i) : 0;"),
-    "second window overwrites the first": ("    done += __shfl_sync", "    done *= __shfl_sync"),
+    "second window overwrites the first": ("    done += __reduce_add_sync", "    done *= __reduce_add_sync"),
     "row offset in 32 bits": ("+ number * a.stride +", "+ static_cast<int>(number * a.stride) +"),
-    "infinity not above the pivot": ("return x > pivot; }", "return x > pivot && x < INFINITY; }"),
-    "the part of one block lost": ("part < min(split, i * 32 + 32)", "part < min(split - 1, i * 32 + 32)"),
+    "the last round counted twice": ("if (left <= u * kThreads) hits &=", "if (false) hits &="),
+    "the part of one block lost": ("b < m.blocks; b += kWarps", "b + 1 < m.blocks; b += kWarps"),
     "short table read beyond": ("return page < pages ?", "return page <= pages ?"),
 }
 
@@ -87,7 +89,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", default=list(MUTATIONS), help="names")
     options = parser.parse_args()
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(12) as pool:
         rows = list(pool.map(run, options.only))
     for row in rows:
         sys.stdout.write(f"{'caught' if row['caught'] else 'SURVIVED':<9}{row['name']:<40}{row['by']}\n")

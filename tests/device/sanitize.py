@@ -19,18 +19,21 @@ def main() -> None:
         kernel = install(Path(folder))
         kernel.prepare("cuda:0")
         for kind in ("randn", "zeros_0.99", "bf16_quantised"):
-            for path, width, split, rank in (
-                ("resident", 5001, 0, 0),
-                ("resident", 9001, 0, 0),
-                ("stream", 9001, 0, 0),
-                ("stream", 9001, 0, 1),
-                ("stream", 17001, 0, 8192),
-                ("split", 9001, 3, 0),
-                ("split", 17001, 3, 8192),
+            for path, width, split, rank, rows in (
+                ("resident", 5001, 0, 0, 3),
+                ("resident", 9001, 0, 0, 3),
+                ("resident", 2501, 0, 0, 135),
+                ("resident", 8201, 0, 0, 135),
+                ("stream", 9001, 0, 0, 3),
+                ("stream", 9001, 0, 1, 3),
+                ("stream", 33801, 0, 0, 3),
+                ("stream", 33801, 0, 8192, 3),
+                ("split", 9001, 3, 0, 3),
+                ("split", 34001, 2, 8192, 3),
             ):
-                scores = torch.from_numpy(make(kind, 3, width, 1)).cuda()
-                lengths = torch.tensor([width - 3, 0, 4097], dtype=torch.int32, device="cuda")
-                starts = torch.tensor([3, 1, 2], dtype=torch.int32, device="cuda")
+                scores = torch.from_numpy(make(kind, rows, width, 1)).cuda()
+                lengths = torch.tensor([(width - 3, 0, 2417)[i % 3] for i in range(rows)], dtype=torch.int32).cuda()
+                starts = torch.tensor([(3, 1, 2)[i % 3] for i in range(rows)], dtype=torch.int32).cuda()
                 out = kernel.select(scores, lengths, 2048, starts=starts, path=path, split=split, sample_rank=rank)
                 wanted = oracle.expected(scores.cpu().numpy(), lengths.tolist(), 2048, starts.tolist())
                 if not (out.cpu().numpy() == wanted).all():

@@ -34,10 +34,12 @@ SANITIZE = "tests.device.sanitize"
 KS = (1, 2, 16, 512, 1024, 2047, 2048)
 # name: width, rows, path, split, sample ranks to force besides the kernel's own
 SHAPES: dict[str, tuple[int, int, str, int, tuple[int, ...]]] = {
-    "resident, 512 threads": (8189, 40, "resident", 0, (0,)),
-    "resident, 1024 threads": (16381, 30, "resident", 0, (0,)),
-    "stream, 1024 threads": (33000, 24, "stream", 0, (0, 1, 8192)),
-    "stream, 512 threads": (9000, 140, "stream", 0, (0, 1)),
+    "resident, few rows": (8189, 40, "resident", 0, (0,)),
+    "resident, few wide rows": (16381, 30, "resident", 0, (0,)),
+    "resident, many rows": (8189, 140, "resident", 0, (0,)),
+    "resident, many wide rows": (16381, 140, "resident", 0, (0,)),
+    "stream": (33000, 24, "stream", 0, (0, 1, 8192)),
+    "stream, many rows": (20000, 140, "auto", 0, (0, 1)),
     "split by 2": (40000, 8, "split", 2, (0, 8192)),
     "split by 17": (131080, 8, "split", 17, (0, 1, 8192)),
     "split by 64": (66000, 8, "split", 64, (0,)),
