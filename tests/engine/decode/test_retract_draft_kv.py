@@ -341,6 +341,17 @@ def test_a_record_that_does_not_fit_fails_its_request_and_no_other(new: World, s
     assert set(node.slots.free_slots) == node.free_slots
 
 
+def test_a_table_that_is_too_short_for_the_history_fails_the_request(new: World) -> None:
+    with new.entered(), Pair(new, "mla", tokens=70) as pair:
+        module = new.module("research.retract_draft")
+        module.admit(pair.scheduler, pair.draft)
+        slots = pair.take([2, 6])
+        pair.offload()
+        assert not module.restore(pair.request, slots[:-1], pair.allocator)
+        assert "a history of 70 and 69 slots" in pair.request.to_finish.message
+        assert "kv_cache_cpu" not in vars(pair.request)
+
+
 # Where the gate is refused
 
 
