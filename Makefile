@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
 
-.PHONY: help roundtrip test test-faults fuzz mutants router router-release test-router soak rig-env rig rig-full test-engine gpu-pack gpu-engine bench lint format pin system-deps clean clean-cache
+# Every target with a plain name is an action, not a file.
+.PHONY: $(shell grep -oE '^[a-z-]+:' $(firstword $(MAKEFILE_LIST)) | tr -d :)
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -74,11 +75,14 @@ lint: $(VENV)/test.stamp ## formatting, types, the bundle's own checker
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python tools/check_sources.py
+	$(BIN)/python tools/check_sources.py --evidence
 
 format: $(VENV)/test.stamp ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+claims: $(VENV)/test.stamp ## write docs/claims.md from evidence/claims.toml
+	$(BIN)/python -m lab.evidence
 
 pin: $(VENV)/node.stamp ## recompute patches/pins.lock after an edit of a patch or source
 	$(BIN)/python tools/apply.py pin -v || test $$? -eq 3

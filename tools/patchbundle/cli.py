@@ -612,8 +612,9 @@ def clean_command(report: Report, bundle_path: Path) -> Exit:
     help="Where the target must stand.",
 )
 @click.option("--full", is_flag=True, help="Compare every file of the target with the pinned release.")
+@click.option("--evidence", is_flag=True, help="Check every figure of the documentation. Needs the whole repository.")
 @verb("check")
-def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, **options: Any) -> Exit:
+def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, evidence: bool, **options: Any) -> Exit:
     """Verify the bundle itself and, with --root or --python, a target. Read-only.
 
     \b
@@ -634,6 +635,8 @@ def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, **opti
     report.say(f"bundle:  {bundle.lock.digest}, {len(bundle.patches)} patches, {scanned} files scanned")
     if filed:
         report.say(f"filed:   {', '.join(filed)}")
+    if evidence:
+        _check_evidence(report, bundle_path)
     if options["root"] is None and options["python"] is None:
         if full or expect != "any" or options["role"] or options["require_torch"]:
             raise click.UsageError("--expect, --full, --role and --require-torch need --root or --python")
@@ -655,6 +658,24 @@ def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, **opti
         for path in attestation.extra:
             report.detail(f"  extra {path}")
     return Exit.DONE
+
+
+def _check_evidence(report: Report, root: Path) -> None:
+    """The figures are checked by what proves the bundle, which no node has: it is looked for beside the bundle."""
+    import importlib
+
+    try:
+        sys.path.append(str(root))
+        check = importlib.import_module("lab.evidence.check")
+    except ModuleNotFoundError as error:
+        raise click.UsageError(f"--evidence needs the whole repository and its test packages: {error}") from error
+    found = check.problems(root)
+    report.result["evidence"] = [{"where": problem.where, "what": problem.what} for problem in found]
+    for problem in found:
+        report.say(f"figure:  {problem}")
+    if found:
+        raise BundleError(Reason.EVIDENCE, found[0].where, found=found[0].what)
+    report.say("figures: all are what stands behind them")
 
 
 def main_apply() -> None:

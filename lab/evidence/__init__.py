@@ -1,0 +1,1 @@
+"""Every figure that the documentation shows is a claim: recomputed, measured by a script here, or reported."""

@@ -1,0 +1,202 @@
+"""``evidence/claims.toml``: what is claimed, of which kind, and whether it still holds."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE = "evidence/claims.toml"
+UNITS = frozenset(
+    [
+        "%",
+        "ms",
+        "us",
+        "s",
+        "GiB",
+        "MiB",
+        "GB/s",
+        "S",
+        "×",
+        "req/s",
+        "tokens",
+        "tokens/s/GPU",
+        "requests",
+        "runs",
+        "bytes",
+    ]
+)
+COMMON = {"id", "statement", "value", "unit", "kind", "date"}
+
+
+class Kind(Enum):
+    """How a claim is known, and the fields that say so."""
+
+    RECOMPUTED = "recomputed"
+    MEASURED = "measured"
+    REPORTED = "reported"
+
+    @property
+    def fields(self) -> frozenset[str]:
+        return {
+            Kind.RECOMPUTED: frozenset({"formula"}),
+            Kind.MEASURED: frozenset({"result", "pick"}),
+            Kind.REPORTED: frozenset({"source", "not_shown"}),
+        }[self]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that does not hold."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure. ``tolerance`` is absolute, in the claim's unit."""
+
+    id: str
+    statement: str
+    value: float
+    unit: str
+    kind: Kind
+    date: datetime.date
+    tolerance: float = 0.0
+    formula: str = ""
+    result: str = ""
+    pick: str = ""
+    source: str = ""
+    not_shown: str = ""
+
+    @property
+    def known_by(self) -> str:
+        """What stands behind it, for a table."""
+        if self.kind is Kind.RECOMPUTED:
+            return f"`{self.formula}`"
+        if self.kind is Kind.MEASURED:
+            return f"`{self.result}`: {self.pick}"
+        return f"{self.source}; not shown: {self.not_shown}"
+
+
+Formula = Callable[[], float]
+
+
+def read(root: Path) -> tuple[list[Claim], list[Problem]]:
+    """The claims that are well formed, and what is wrong with the others."""
+    path = root / FILE
+    try:
+        listed = tomllib.loads(path.read_text(encoding="utf-8")).get("claim", [])
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return [], [Problem(FILE, f"cannot be read: {error}")]
+    claims: dict[str, Claim] = {}
+    problems: list[Problem] = []
+    for number, entry in enumerate(listed, 1):
+        where = f"{FILE}: {entry.get('id', f'claim {number}')}"
+        found = list(faults(entry))
+        if not found and entry["id"] in claims:
+            found = ["is there twice"]
+        problems += [Problem(where, what) for what in found]
+        if not found:
+            claims[entry["id"]] = Claim(**entry | {"kind": Kind(entry["kind"]), "value": float(entry["value"])})
+    if not listed:
+        problems.append(Problem(FILE, "holds no claim"))
+    return list(claims.values()), problems
+
+
+def faults(entry: Mapping[str, Any]) -> Iterator[str]:
+    """What keeps an entry from being a claim."""
+    missing = COMMON - entry.keys()
+    if missing:
+        yield f"lacks {', '.join(sorted(missing))}"
+        return
+    if entry["kind"] not in {kind.value for kind in Kind}:
+        yield f"kind {entry['kind']!r}: expected {', '.join(kind.value for kind in Kind)}"
+        return
+    kind = Kind(entry["kind"])
+    lacking = [name for name in sorted(kind.fields) if not entry.get(name)]
+    if lacking:
+        yield f"is {kind.value} and lacks {', '.join(lacking)}"
+    unknown = entry.keys() - COMMON - kind.fields - {"tolerance"}
+    if unknown:
+        yield f"has {', '.join(sorted(unknown))}, which a {kind.value} claim has not"
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", str(entry["id"])):
+        yield "id: expected small letters, digits and single dashes"
+    if entry["unit"] not in UNITS:
+        yield f"unit {entry['unit']!r}: expected one of {' '.join(sorted(UNITS))}"
+    for name in ("value", "tolerance"):
+        if isinstance(entry.get(name, 0), bool) or not isinstance(entry.get(name, 0), int | float):
+            yield f"{name} is no number"
+    if not isinstance(entry["date"], datetime.date):
+        yield "date is no date"
+
+
+def check(claim: Claim, root: Path, formulas: Mapping[str, tuple[str, Formula]]) -> Iterator[Problem]:
+    """Whether the value is still what its formula or its result says. ``formulas``: unit and function by name."""
+    where = f"{FILE}: {claim.id}"
+    if claim.kind is Kind.RECOMPUTED:
+        if claim.formula not in formulas:
+            yield Problem(where, f"no formula {claim.formula!r} in lab/evidence/formulas.py")
+            return
+        unit, formula = formulas[claim.formula]
+        if unit != claim.unit:
+            yield Problem(where, f"is in {claim.unit}, its formula gives {unit}")
+            return
+        found = formula()
+    elif claim.kind is Kind.MEASURED:
+        try:
+            found = measured(root, claim.result, claim.pick)
+        except StaleResult as error:
+            yield Problem(where, str(error))
+            return
+    else:
+        return
+    if not abs(found - claim.value) <= claim.tolerance + 1e-9:
+        yield Problem(where, f"says {claim.value:g} {claim.unit}, within {claim.tolerance:g}; found {found:g}")
+
+
+class StaleResult(Exception):
+    """A result that no longer stands behind a claim, or never did."""
+
+
+def measured(root: Path, result: str, pick: str) -> float:
+    """The number that ``pick`` names in a result: keys with dots between them, ``[NAME]`` for a row by its name.
+
+    Raises StaleResult if the file is missing, says too little about its run, or its script has changed since.
+    """
+    try:
+        content = json.loads((root / result).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StaleResult(f"{result} cannot be read: {error}") from error
+    missing = [name for name in ("script", "script_sha256", "machine", "torch", "seed") if name not in content]
+    if missing:
+        raise StaleResult(f"{result} lacks {', '.join(missing)}")
+    script = root / content["script"]
+    digest = hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else "absent"
+    if digest != content["script_sha256"]:
+        raise StaleResult(f"{result} is stale: {content['script']} has changed since; measure again")
+    at: Any = content
+    for key, name in re.findall(r"([^.\[\]]+)|\[([^\]]+)\]", pick):
+        try:
+            at = at[key] if key else next(row for row in at if row["name"] == name)
+        except (KeyError, TypeError, StopIteration):
+            raise StaleResult(f"{result} has nothing at {pick}") from None
+    if isinstance(at, bool) or not isinstance(at, int | float):
+        raise StaleResult(f"{result} has no number at {pick}")
+    return float(at)
