@@ -258,6 +258,23 @@ def test_free_ports_are_different_and_free() -> None:
         ports.need_free(port)
 
 
+def test_a_chosen_port_is_none_that_the_kernel_gives_to_an_outgoing_connection() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(ports.free(50)) < first
+
+
+def test_a_port_that_is_taken_is_passed_over_and_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, other = ports.free(2)
+    monkeypatch.setattr(ports, "_candidates", lambda: range(taken, taken + 1))
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", taken))
+        with pytest.raises(RigError, match="no 1 free ports") as caught:
+            ports.free(1)
+        assert caught.value.kind == "port"
+        monkeypatch.setattr(ports, "_candidates", lambda: range(min(taken, other), max(taken, other) + 1))
+        assert taken not in ports.free(1)
+
+
 def test_an_engine_gets_its_tree_first_and_nothing_from_the_callers_switches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

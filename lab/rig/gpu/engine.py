@@ -298,7 +298,7 @@ class Running:
 
 
 # Words in the names of kernels that choose the top-k: the stock ones, and those of exact_topk.cu.
-CHOOSE = re.compile(r"topk|resident_rows|filter_rows|stream_rows", re.IGNORECASE)
+CHOOSE = re.compile(r"topk|resident_rows|filter_rows|finish_rows|stream_rows", re.IGNORECASE)
 
 
 def kernel_shares(trace: Mapping[str, Any], steps: int) -> dict[str, Any]:
