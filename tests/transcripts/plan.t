@@ -68,7 +68,8 @@ $ apply.py plan --root tree --to alpha-first --json
    "root": "/where/tree",
    "torch": null,
    "version": "0.5.19"
-  }
+  },
+  "warnings": []
  },
  "schema": 1,
  "tool": "0.1.0",
