@@ -81,8 +81,8 @@ format: $(VENV)/test.stamp ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-claims: $(VENV)/test.stamp ## write docs/claims.md from evidence/claims.toml
-	$(BIN)/python -m lab.evidence
+claims: $(VENV)/test.stamp ## write docs/claims.md and docs/upstream.md from evidence/ and the patches' headers
+	PYTHONPATH=tools $(BIN)/python -m lab.evidence
 
 pin: $(VENV)/node.stamp ## recompute patches/pins.lock after an edit of a patch or source
 	$(BIN)/python tools/apply.py pin -v || test $$? -eq 3

@@ -1,4 +1,4 @@
-"""``make claims``: write the page that lists every claim."""
+"""``make claims``: write the pages that list every claim and every link upstream."""
 
 from pathlib import Path
 

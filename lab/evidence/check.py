@@ -1,15 +1,16 @@
-"""All of it at once: claims, results, the pages that show them, and the page that lists them."""
+"""All of it at once: claims, results, the pages that show them, the links upstream, and the pages that list them."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
-from lab.evidence import claims, figures
+from lab.evidence import claims, figures, ledger
 from lab.evidence.claims import Claim, Kind, Problem
 from lab.evidence.formulas import FORMULAS
 
-PAGE = "docs/claims.md"
+PAGE, UPSTREAM = "docs/claims.md", "docs/upstream.md"
 
 
 def pages(root: Path) -> list[Path]:
@@ -30,12 +31,17 @@ def _problems(root: Path) -> Iterator[Problem]:
     yield from (Problem("lab/evidence/formulas.py", f"{name} stands behind no claim") for name in sorted(unused))
     by_id = {claim.id: claim for claim in known}
     for path in pages(root):
-        if path == root / PAGE:
+        if path in (root / PAGE, root / UPSTREAM):
             continue  # compared as a whole below
         yield from figures.check(str(path.relative_to(root)), path.read_text(encoding="utf-8"), by_id)
-    listed = root / PAGE
-    if not listed.is_file() or listed.read_text(encoding="utf-8") != page(known):
-        yield Problem(PAGE, "is not the list of the claims; run `make claims`")
+    links, wrong = ledger.read(root)
+    patches, unread = ledger.series(root)
+    yield from (*wrong, *unread)
+    yield from ledger.check(links, patches, datetime.date.today())
+    for name, text in made(root).items():
+        listed = root / name
+        if not listed.is_file() or listed.read_text(encoding="utf-8") != text:
+            yield Problem(name, "is not what is written of its list; run `make claims`")
 
 
 def page(known: list[Claim]) -> str:
@@ -61,7 +67,12 @@ def page(known: list[Claim]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def made(root: Path) -> dict[str, str]:
+    """The pages that are written here, by their paths."""
+    return {PAGE: page(claims.read(root)[0]), UPSTREAM: ledger.page(ledger.read(root)[0], ledger.series(root)[0])}
+
+
 def write(root: Path) -> None:
-    """Write the page that lists the claims."""
-    known, _ = claims.read(root)
-    (root / PAGE).write_text(page(known), encoding="utf-8")
+    """Write them."""
+    for name, text in made(root).items():
+        (root / name).write_text(text, encoding="utf-8")

@@ -98,25 +98,28 @@ class Claim:
 Formula = Callable[[], float]
 
 
+def entries(root: Path, file: str, table: str, key: str) -> tuple[list[tuple[str, dict[str, Any]]], list[Problem]]:
+    """Each ``[[table]]`` of a TOML file with where it stands: the file and the entry's ``key``."""
+    try:
+        listed = tomllib.loads((root / file).read_text(encoding="utf-8")).get(table, [])
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return [], [Problem(file, f"cannot be read: {error}")]
+    if not listed:
+        return [], [Problem(file, f"holds no {table}")]
+    return [(f"{file}: {entry.get(key, f'{table} {number}')}", entry) for number, entry in enumerate(listed, 1)], []
+
+
 def read(root: Path) -> tuple[list[Claim], list[Problem]]:
     """The claims that are well formed, and what is wrong with the others."""
-    path = root / FILE
-    try:
-        listed = tomllib.loads(path.read_text(encoding="utf-8")).get("claim", [])
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        return [], [Problem(FILE, f"cannot be read: {error}")]
+    listed, problems = entries(root, FILE, "claim", "id")
     claims: dict[str, Claim] = {}
-    problems: list[Problem] = []
-    for number, entry in enumerate(listed, 1):
-        where = f"{FILE}: {entry.get('id', f'claim {number}')}"
+    for where, entry in listed:
         found = list(faults(entry))
         if not found and entry["id"] in claims:
             found = ["is there twice"]
         problems += [Problem(where, what) for what in found]
         if not found:
             claims[entry["id"]] = Claim(**entry | {"kind": Kind(entry["kind"]), "value": float(entry["value"])})
-    if not listed:
-        problems.append(Problem(FILE, "holds no claim"))
     return list(claims.values()), problems
 
 

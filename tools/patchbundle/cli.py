@@ -612,7 +612,9 @@ def clean_command(report: Report, bundle_path: Path) -> Exit:
     help="Where the target must stand.",
 )
 @click.option("--full", is_flag=True, help="Compare every file of the target with the pinned release.")
-@click.option("--evidence", is_flag=True, help="Check every figure of the documentation. Needs the whole repository.")
+@click.option(
+    "--evidence", is_flag=True, help="Check every figure and every link upstream. Needs the whole repository."
+)
 @verb("check")
 def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, evidence: bool, **options: Any) -> Exit:
     """Verify the bundle itself and, with --root or --python, a target. Read-only.
@@ -672,10 +674,10 @@ def _check_evidence(report: Report, root: Path) -> None:
     found = check.problems(root)
     report.result["evidence"] = [{"where": problem.where, "what": problem.what} for problem in found]
     for problem in found:
-        report.say(f"figure:  {problem}")
+        report.say(f"claim:   {problem}")
     if found:
         raise BundleError(Reason.EVIDENCE, found[0].where, found=found[0].what)
-    report.say("figures: all are what stands behind them")
+    report.say("claims:  all are what stands behind them")
 
 
 def main_apply() -> None:

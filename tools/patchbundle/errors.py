@@ -69,7 +69,7 @@ class Reason(Enum):
     LOCK_STALE = "the lock and the series disagree"
     HEADER = "a patch header is not complete"
     SCAN = "the bundle holds something that must not be published"
-    EVIDENCE = "a figure is not what stands behind it"
+    EVIDENCE = "a figure or a link upstream is not what stands behind it"
     LAUNCH = "this combination of gates and arguments would not start"
     # The target.
     NO_TARGET = "no target was found"
@@ -115,7 +115,7 @@ _CHECK = "mend the bundle, then run: tools/check_sources.py"
 _STATUS = "run: tools/apply.py status"
 _NEXT = {
     Reason.LOCK_STALE: "run: tools/apply.py pin",
-    Reason.EVIDENCE: "mend the figure or measure again, then run: make claims",
+    Reason.EVIDENCE: "mend it, or measure or look up again, then run: make claims",
     Reason.LAUNCH: "switch the gate off with --off, or change what it needs",
     Reason.NO_TARGET: "give --root DIR or --python EXE",
     Reason.TWO_TARGETS: "name one of them with --root",
