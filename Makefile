@@ -84,11 +84,20 @@ format: $(VENV)/test.stamp ## let ruff rewrite what it can
 claims: $(VENV)/test.stamp ## write docs/claims.md and docs/upstream.md from evidence/ and the patches' headers
 	PYTHONPATH=tools $(BIN)/python -m lab.evidence
 
+report: $(VENV)/test.stamp ## one HTML file that opens without a network: patches, pins, claims, kernel chart, models
+	PYTHONPATH=tools $(BIN)/python -m lab.evidence.report build/report.html
+
+report-check: report ## open it in a real headless Chromium without a network: no error, no request; build/report.png
+	$(BIN)/python -m lab.evidence.browser build/report.html --picture build/report.png
+
 pin: $(VENV)/node.stamp ## recompute patches/pins.lock after an edit of a patch or source
 	$(BIN)/python tools/apply.py pin -v || test $$? -eq 3
 
 system-deps: ## Debian packages that the router's build and the rig need
 	apt-get install --yes --no-install-recommends $$(grep -vE '^(#|$$)' requirements/debian.txt)
+
+browser-deps: ## the Debian package of the browser that report-check needs
+	apt-get install --yes --no-install-recommends $$(grep -vE '^(#|$$)' requirements/debian-browser.txt)
 
 clean: ## what was made in the clone
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -1,28 +1,15 @@
-"""One HTML file of a run, with its plots inside: nothing is loaded from elsewhere."""
+"""One HTML file of a run, with its plots inside."""
 
 from __future__ import annotations
 
 import html
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from lab.html import document, svg, table
 from lab.load.accounting import Sent, Window, outstanding
-
-STYLE = (
-    "body{font:15px sans-serif;max-width:60em;margin:2em auto}table{border-collapse:collapse}td,th{padding:.2em .8em;\
-border-bottom:1px solid #ccc;text-align:left}.bad{color:#a00}svg{max-width:100%;height:auto}"
-)
-
-
-def svg(figure: Figure) -> str:
-    """The figure as an element."""
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
 
 
 def plots(sent: Sequence[Sent], window: Window) -> Figure:
@@ -42,21 +29,6 @@ def plots(sent: Sequence[Sent], window: Window) -> Figure:
     return figure
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Equal-keyed rows as an HTML table."""
-    if not rows:
-        return "<p>none</p>"
-    heads = "".join(f"<th>{html.escape(str(head))}</th>" for head in rows[0])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_short(value))}</td>" for value in row.values()) + "</tr>" for row in rows
-    )
-    return f"<table><tr>{heads}</tr>{body}</table>"
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def page(title: str, result: Mapping[str, Any], sent: Sequence[Sent], window: Window) -> str:
     """The whole page."""
     report = result["report"]
@@ -66,9 +38,8 @@ def page(title: str, result: Mapping[str, Any], sent: Sequence[Sent], window: Wi
     latency = [{"what": name, "s": value} for name, value in report["latency"].items()]
     failures = [{"failure": name, "requests": count} for name, count in report["failures"].items()]
     reasons = "".join(f'<p class="bad">invalid: {html.escape(reason)}</p>' for reason in report["invalid"])
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>{reasons}"
-        f"<h2>Figures</h2>{table(figures)}<h2>Seconds</h2>{table(latency)}<h2>Failures</h2>{table(failures)}"
-        f"<h2>Workers</h2>{table(result['workers'])}<h2>Over time</h2>{svg(plots(sent, window))}</html>\n"
+    return document(
+        title,
+        f"{reasons}<h2>Figures</h2>{table(figures)}<h2>Seconds</h2>{table(latency)}<h2>Failures</h2>{table(failures)}"
+        f"<h2>Workers</h2>{table(result['workers'])}<h2>Over time</h2>{svg(plots(sent, window))}",
     )

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from lab.models.boundary import Layout, Shape, entry, exit_, sent
 from lab.models.capacity import Budget, Keeping, Kv, Model, Reserve, gain, owned, tokens
-from lab.models.fleet import Design, Fleet, Load, simulate
+from lab.models.sweep import Axes, Line, draw, run
 from lab.models.transfer import Packing, Way, by_source
 
 MIB, GIB = 1 << 20, 1 << 30
-Line = Mapping[str, str | int | float]
 
 
 def show(title: str, lines: Iterable[Line], as_json: bool) -> None:
@@ -153,26 +150,6 @@ def transfer(count: int, layers: int, sources: int, row: int, buffer: int, grid:
     show(f"{count} tokens to one decode worker", lines, as_json)
 
 
-def point(job: tuple[Fleet, Load, int]) -> Line:
-    """One simulation, as a line of the sweep."""
-    fleet, load, seed = job
-    outcome = simulate(fleet, load, seed)
-    return {
-        "design": fleet.design.value,
-        "pool": fleet.pool,
-        "prefixes": load.prefixes,
-        "cold": load.cold,
-        "burst": load.burst,
-        "slow": fleet.slow,
-        "hits": outcome.hit_share,
-        "p50 s": outcome.latency(0.5),
-        "p99 s": outcome.latency(0.99),
-        "busiest / mean": outcome.hot_spot,
-        "evictions": outcome.evictions,
-        "done / s": outcome.finished / outcome.ended,
-    }
-
-
 class Numbers(click.ParamType[tuple[int | float, ...]]):
     """Numbers with commas between them."""
 
@@ -195,10 +172,10 @@ class Numbers(click.ParamType[tuple[int | float, ...]]):
 @main.command()
 @click.option("--gib", type=float, default=6.33, show_default=True, help="Every rank's budget, the same for all.")
 @click.option("--scratch", type=float, default=0.3, show_default=True, help="GiB of a layer split's scratch.")
-@click.option("--prefixes", type=Numbers(int), default=(1, 4, 8, 16, 32), help="Independent prefixes.")
-@click.option("--cold", type=Numbers(float), default=(0.0, 0.1), help="Shares of prefixes that nobody shares.")
-@click.option("--burst", type=Numbers(int), default=(1, 4), help="Requests at once.")
-@click.option("--slow", type=Numbers(float), default=(1.0, 8.0), help="Factors on every send.")
+@click.option("--prefixes", type=Numbers(int), default=Axes.prefixes, help="Independent prefixes.")
+@click.option("--cold", type=Numbers(float), default=Axes.cold, help="Shares of prefixes that nobody shares.")
+@click.option("--burst", type=Numbers(int), default=Axes.burst, help="Requests at once.")
+@click.option("--slow", type=Numbers(float), default=Axes.slow, help="Factors on every send.")
 @click.option("--rate", type=float, default=3.4, show_default=True, help="Requests per second.")
 @click.option("--requests", type=click.IntRange(1), default=400, show_default=True)
 @click.option("--seed", type=int, default=17, show_default=True)
@@ -218,48 +195,11 @@ def sweep(
     as_json: bool,
 ) -> None:
     """Simulate the four designs at equal memory over prefixes, cold share, bursts and slow decode."""
-    jobs = []
-    for design, prefix, share, many, factor in itertools.product(Design, prefixes, cold, burst, slow):
-        split = scratch if design is Design.LAYER_SPLIT else 0.0
-        budget = Budget(int(gib * GIB), Reserve(scratch=int(split * GIB)))
-        held = tokens(Model(), design.keeping, 4, budget)
-        load = Load(requests=requests, rate=rate, prefixes=prefix, cold=share, burst=many)
-        if load.prefix + load.fresh > held:
-            raise click.UsageError(
-                f"--gib {gib}: {design.value} holds {held} tokens, a request has {load.prefix + load.fresh}"
-            )
-        jobs.append((Fleet(design, held, slow=factor), load, seed))
-    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as workers:
-        done = workers.map(point, jobs, chunksize=4)
+    axes = Axes(prefixes, cold, burst, slow)
+    jobs = axes.jobs(gib=gib, scratch=scratch, rate=rate, requests=requests, seed=seed)
+    with run(jobs) as done:
         with click.progressbar(done, length=len(jobs), label="simulating", file=sys.stderr) as bar:
             lines = list(bar)
     if plot is not None:
-        draw(lines, plot)
+        draw(lines).savefig(plot, metadata={"Date": None} if plot.suffix == ".svg" else None)
     show(f"{len(lines)} points, {requests} requests each, {gib} GiB a rank", lines, as_json)
-
-
-def draw(lines: list[Line], out: Path) -> None:
-    """Latency and hit share over the number of prefixes, a line for each design; means over the other axes."""
-    from statistics import mean
-
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, key, label in zip(
-        figure.subplots(1, 2), ("p99 s", "hits"), ("p99 of prefill and sending, s", "share of prefix hits"), strict=True
-    ):
-        for design in Design:
-            own = [line for line in lines if line["design"] == design.value]
-            places = sorted({line["prefixes"] for line in own})
-            axes.plot(
-                places,
-                [mean(float(line[key]) for line in own if line["prefixes"] == place) for place in places],
-                marker="o",
-                label=design.value,
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("independent prefixes")
-        axes.set_ylabel(label)
-    figure.axes[0].legend(fontsize="small")
-    figure.suptitle("Model, not a measurement")
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
