@@ -67,6 +67,12 @@ else
 	$(PYTHON) -m lab.rig.gpu.engine build/gpu --out evidence/engine/h200.json
 endif
 
+pyz: $(VENV)/node.stamp ## one file for a node, dist/patchbundle-VERSION.pyz: the same bytes wherever it is built
+	PYTHONPATH=tools $(BIN)/python -m lab.release pyz
+
+sdist: $(VENV)/node.stamp ## the archive of the sources, dist/patchbundle-VERSION.tar.gz: the same bytes too
+	PYTHONPATH=tools $(BIN)/python -m lab.release sdist
+
 bench: $(VENV)/test.stamp ## the tool against git apply, quilt and sha256sum
 	$(BIN)/python benchmarks/tool.py
 	$(BIN)/python benchmarks/growth.py

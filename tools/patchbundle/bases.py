@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import sys
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patchbundle import names
+from patchbundle import names, store
 from patchbundle.errors import BundleError, Reason
 
 if sys.version_info >= (3, 11):
@@ -19,8 +17,6 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover - the node's Python decides
     import tomli as tomllib
 
-# More than any file of a bundle: nothing larger is read into memory.
-LIMIT = 1 << 26
 ROLES = ("prefill", "decode", "router")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]*")
 _AREA = re.compile(r"[a-z]+")
@@ -202,18 +198,10 @@ def read_file(path: Path, reason: Reason = Reason.MANIFEST, what: str = "the fil
         BundleError: MANIFEST, or another ``reason``, if it cannot be read.
     """
     try:
-        # Without O_NONBLOCK the open of a fifo would wait for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-            status = os.fstat(stream.fileno())
-            fault = "" if stat.S_ISREG(status.st_mode) else "no plain file"
-            data = b"" if fault or status.st_size > LIMIT else stream.read(LIMIT + 1)
-            if status.st_size > LIMIT or len(data) > LIMIT:
-                fault = f"{max(status.st_size, len(data))} bytes, which is too large"
-    except OSError as error:
-        fault = error.strerror or str(error)
-    if fault:
-        raise BundleError(reason, str(path), expected=what, found=fault, next_step=next_step)
-    return data
+        return store.read(path)
+    except (OSError, ValueError) as error:
+        found = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise BundleError(reason, str(path), expected=what, found=found, next_step=next_step) from None
 
 
 def parse_toml(raw: bytes, where: str) -> dict[str, Any]:

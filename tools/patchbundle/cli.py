@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from patchbundle import __version__, output
+from patchbundle import __version__, errors, output, store
 from patchbundle.errors import BundleError, Exit, Reason
 
 # What only some verbs need is imported by those: half of a short verb's time was the imports of the others.
@@ -27,13 +28,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _SCHEMA = 1
 # Verbs that change nothing.
 _READERS = ("plan", "status", "check", "rebase-report", "env")
+# What a node needs; the rest is for a workstation with a clone.
+NODE_VERBS = ("plan", "apply", "revert", "status", "recover", "env")
 
 
 def bundle_root() -> Path:
     """The bundle that this package belongs to: beside an installed package, or the checkout around it."""
     here = Path(__file__).resolve().parent
     installed = here / "_bundle"
-    return installed if installed.is_dir() else here.parents[1]
+    return installed if store.is_folder(installed) else here.parents[1]
 
 
 class Report:
@@ -678,6 +681,15 @@ def _check_evidence(report: Report, root: Path) -> None:
     if found:
         raise BundleError(Reason.EVIDENCE, found[0].where, found=found[0].what)
     report.say("claims:  all are what stands behind them")
+
+
+def main_node(name: str) -> None:
+    """Entry point of the one file: the verbs that a node needs, and ``check``."""
+    errors.program = f"python3 {shlex.quote(name)}"
+    for other in set(apply_cli.commands) - set(NODE_VERBS):
+        del apply_cli.commands[other]
+    apply_cli.add_command(check_cli, "check")
+    _main(apply_cli, name)
 
 
 def main_apply() -> None:

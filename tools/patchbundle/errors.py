@@ -12,6 +12,17 @@ def command(*words: object, tool: str = "tools/apply.py") -> str:
     return f"{tool} {shlex.join(str(word) for word in words)}"
 
 
+# How the running command is called, where it is not one of the two of a checkout: see :func:`called`.
+program = ""
+
+
+def called(text: str) -> str:
+    """A sentence with its commands as the person who reads it can type them."""
+    if not program:
+        return text
+    return text.replace("tools/check_sources.py", f"{program} check").replace("tools/apply.py", program)
+
+
 class Exit(IntEnum):
     """Exit codes of every verb. They are part of the interface: see docs/reference.md."""
 
@@ -65,6 +76,7 @@ class Reason(Enum):
     CYCLE = "patches require each other in a circle"
     ORPHAN = "the bundle holds a file that nothing names"
     ARTIFACT = "a file of the bundle is not as locked"
+    DAMAGED = "the file that carries the tools and the bundle is not as it was built"
     LOCK = "the lock is not valid"
     LOCK_STALE = "the lock and the series disagree"
     HEADER = "a patch header is not complete"
@@ -114,6 +126,7 @@ _EXITS = {
 _CHECK = "mend the bundle, then run: tools/check_sources.py"
 _STATUS = "run: tools/apply.py status"
 _NEXT = {
+    Reason.DAMAGED: "copy it again, and compare its SHA-256 with the release's",
     Reason.LOCK_STALE: "run: tools/apply.py pin",
     Reason.EVIDENCE: "mend it, or measure or look up again, then run: make claims",
     Reason.LAUNCH: "switch the gate off with --off, or change what it needs",
@@ -161,7 +174,7 @@ class BundleError(Exception):
         self.where = where
         self.expected = expected
         self.found = found
-        self.next_step = next_step or _NEXT.get(reason, _CHECK)
+        self.next_step = called(next_step or _NEXT.get(reason, _CHECK))
         self.exit_code = exit_code if exit_code is not None else _EXITS.get(reason, Exit.REFUSED)
         super().__init__(str(self))
 

@@ -104,18 +104,18 @@ def _source_archive(place: Path) -> Iterator[tuple[str, File]]:
 
 
 def _verify(place: Path, archive: Archive) -> None:
-    digest = _digest(place)
-    if digest != archive.sha256:
+    found = digest(place)
+    if found != archive.sha256:
         raise BundleError(
             Reason.ARCHIVE,
             str(place),
             expected=archive.sha256,
-            found=digest,
+            found=found,
             next_step="delete this file, then fetch again",
         )
 
 
-def _digest(place: Path) -> str:
+def digest(place: Path) -> str:
     """SHA-256 of a plain file, hashed as it is read; else what it is."""
     total = hashlib.sha256()
     try:

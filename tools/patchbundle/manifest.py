@@ -11,7 +11,7 @@ from pathlib import Path
 
 from patchbundle import bases as bases_module
 from patchbundle import lock as lock_module
-from patchbundle import names, parse
+from patchbundle import names, parse, store
 from patchbundle.bases import ROLES, Base, check_keys, check_schema, parse_toml, refuse
 from patchbundle.diff import FileDiff
 from patchbundle.errors import BundleError, Reason
@@ -146,16 +146,17 @@ def digests(artifacts: Mapping[str, bytes]) -> dict[str, str]:
 def _read_artifacts(root: Path, bases: Mapping[str, Base]) -> dict[str, bytes]:
     """The files under config/, patches/ and sources/ but the lock; of a filed release its lock, which pins it."""
     for base in bases.values():
-        if base.members and not (root / "config" / base.members).is_file():
+        if base.members and not store.is_plain(root / "config" / base.members):
             raise refuse(_BASES, f"the file config/{base.members}", "nothing")
-    paths = [path for top in ("config", "patches", "sources") for path in sorted((root / top).rglob("*"))]
+    paths = [path for top in ("config", "patches", "sources") for path in store.walk(root / top)]
     artifacts: dict[str, bytes] = {}
     for path in paths:
         relative = path.relative_to(root).as_posix()
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+        plain = store.is_plain(path)
+        if not plain and (path.is_symlink() or not path.is_dir()):
             raise BundleError(Reason.ORPHAN, relative, expected="a plain file", found="a link or a special file")
         # The interpreter that tests our sources leaves its bytecode beside them.
-        if path.is_file() and relative != LOCK and "__pycache__" not in relative.split("/"):
+        if plain and relative != LOCK and "__pycache__" not in relative.split("/"):
             if relative.startswith(f"{RELEASES}/") and not _is_filed(relative):
                 continue
             artifacts[relative] = bases_module.read_file(path)

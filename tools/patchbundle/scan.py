@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from patchbundle import store
 from patchbundle.errors import BundleError, Reason
 
 # Made on the machine at the top of a checkout, or by an interpreter anywhere; never published.
@@ -93,6 +94,9 @@ def scan(root: Path) -> list[Finding]:
 
 def _scan_file(path: Path, name: str) -> Iterator[Finding]:
     """The findings in one file, which may be anything: a pipe would never end, a huge one would not fit."""
+    if not os.path.lexists(path):
+        yield from scan_bytes(name, store.read(path))
+        return
     status = path.lstat()
     if not (path.is_symlink() or stat.S_ISREG(status.st_mode)):
         yield Finding(name, 1, "binary", "a special file")
@@ -122,7 +126,7 @@ def check(root: Path) -> int:
 
 def files(root: Path) -> Iterator[Path]:
     """Every file that would be published: in a checkout what git does not ignore, else all but what is made there."""
-    for path in _tracked(root) or _walk(root):
+    for path in _tracked(root) or _walk(root) if root.is_dir() else store.walk(root):
         if not (path.suffix == ".pyc" and path.parent.name == "__pycache__"):
             yield path
 

@@ -1,0 +1,1 @@
+"""What a release is made of: one file for a node, an archive of the sources, notes. The same bytes anywhere."""
