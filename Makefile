@@ -19,7 +19,7 @@ roundtrip: $(VENV)/node.stamp ## the main job: every series on its real base, up
 	$(BIN)/python tools/apply.py roundtrip --each-level -v
 
 test: $(VENV)/test.stamp ## unit, corpus, fault and engine tests; all published wheels of the bases (370 MB, cached)
-	PATCHBUNDLE_ALL_WHEELS=1 $(BIN)/python -m pytest -m "not router and not rig and not device"
+	PATCHBUNDLE_ALL_WHEELS=1 $(BIN)/python -m pytest -m "not router and not rig and not device and not extras"
 
 router: $(VENV)/test.stamp ## build the router, stock and patched, from the pinned source archive (7 minutes, 3 GB, cached)
 	$(BIN)/python -m lab.router.build
@@ -39,6 +39,9 @@ mutants: $(VENV)/test.stamp ## an hour of breaking parser, planner and transacti
 
 test-router: router ## both built routers against scripted servers on 127.0.0.1
 	$(BIN)/python -m pytest -m router
+
+test-extras: $(VENV)/extras.stamp ## signatures and published schemas: needs programs of make system-deps
+	$(BIN)/python -m pytest -m extras
 
 soak: router ## ten minutes of random faults on both legs
 	$(BIN)/python -m lab.router.soak
@@ -121,4 +124,8 @@ $(VENV)/node.stamp: requirements/node.txt
 
 $(VENV)/test.stamp: $(VENV)/node.stamp requirements/test.txt
 	$(PIP) -r requirements/test.txt
+	touch $@
+
+$(VENV)/extras.stamp: $(VENV)/test.stamp requirements/extras.txt
+	$(PIP) -r requirements/extras.txt
 	touch $@

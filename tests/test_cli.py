@@ -135,6 +135,7 @@ def test_json_of_every_verb_is_as_its_schema_says(toy: Toy) -> None:
     valid(trees.run(toy, "fetch-base", "--offline", "--json"), "fetch-base", 0)
     rows = valid(trees.run(toy, "roundtrip", "--offline", "--json"), "roundtrip", 0)["rows"]
     assert [row["holds"] for row in rows] == [True]
+    valid(trees.run(toy, "attest", "--out", toy.tree.parent / "out", *root), "attest", 0)
     valid(trees.run(toy, "clean-cache", "--json"), "clean-cache", 3)
 
 

@@ -30,7 +30,7 @@ HOUSE = [
     ROOT / "docs" / "states.svg",
 ]
 COMMANDS: dict[str, click.Command] = {**cli.apply_cli.commands, "check_sources.py": cli.check_cli}
-TARGET_VERBS = ("apply", "revert", "plan", "status", "check_sources.py")
+TARGET_VERBS = ("apply", "revert", "plan", "status", "attest", "check_sources.py")
 
 
 def page(name: str) -> str:

@@ -153,6 +153,34 @@ def target_options(function: _F) -> _F:
     return function
 
 
+def signature_options(function: _F) -> _F:
+    """The bundle has to be signed. :func:`_require_signature` takes what they say out of the options."""
+    require = click.option(
+        "--require-signature",
+        metavar="PUBKEY",
+        help="Refuse a bundle that this minisign key, or the one in this file, did not sign.",
+    )
+    place = click.option(
+        "--signature",
+        "signature_file",
+        type=click.Path(path_type=Path),
+        help="Where the signature is.  [default: patches/pins.lock.minisig]",
+    )
+    return require(place(function))
+
+
+def _require_signature(report: Report, bundle: Bundle, options: dict[str, Any]) -> None:
+    key, file = options.pop("require_signature"), options.pop("signature_file")
+    if key is None:
+        if file is not None:
+            raise click.UsageError("--signature goes with --require-signature PUBKEY")
+        return
+    from patchbundle import signature
+
+    report.result["signature"] = signature.require(bundle, key, file)
+    report.say(f"signed:  {report.result['signature']}")
+
+
 def _discover(report: Report, bundle: Bundle, options: Mapping[str, Any]) -> Target:
     from patchbundle import target as target_module
 
@@ -210,6 +238,8 @@ def _change(direction: str) -> Callable[..., Exit]:
         from patchbundle.tree import Tree
 
         bundle = manifest.load(bundle_path)
+        if direction == "apply":
+            _require_signature(report, bundle, options)
         target = _discover(report, bundle, options)
         # The lock first: a plan made without it may be out of date when it is carried out.
         with Tree(target.root) if dry_run else transaction.locked(target.root) as tree:
@@ -250,6 +280,7 @@ _dry = click.option("-n", "--dry-run", is_flag=True, help="Check everything, wri
 @_to
 @_release
 @_dry
+@signature_options
 @verb("apply")
 def apply_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
     """Apply the series, up to --to."""
@@ -471,6 +502,50 @@ def release_command(report: Report, bundle_path: Path, version: str) -> Exit:
     return Exit.DONE
 
 
+@apply_cli.command("attest")
+@target_options
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to make.")
+@click.option(
+    "--sign",
+    "key",
+    metavar="KEY",
+    type=click.Path(path_type=Path),
+    help="Sign each file with this secret minisign key.",
+)
+@verb("attest")
+def attest_command(report: Report, bundle_path: Path, out: Path, key: Path | None, **options: Any) -> Exit:
+    """Write what the patched trees are made of: CycloneDX 1.6, in-toto statements, the lock.
+
+    Of the top level of each base; with --root or --python of that tree, at the level at which it stands.
+    """
+    from patchbundle import manifest, work
+
+    attest = _extra("attest")
+    bundle = manifest.load(bundle_path)
+    if options["root"] is None and options["python"] is None:
+        if options["require_torch"]:
+            raise click.UsageError("--require-torch needs --root or --python")
+        bases = [base for base in bundle.bases.values() if options["role"] in (None, base.role)]
+        stands = [(bundle, base, len(bundle.pins(base).levels)) for base in bases]
+    else:
+        state, _ = work.check_target(bundle, _discover(report, bundle, options), "any", False)
+        stands = [(state.bundle, state.base, state.require_level(str(options["root"])))]
+    report.result["documents"] = attest.write(stands, out, key)
+    for name in report.result["documents"]:
+        report.say(f"written: {out / name}")
+    return Exit.DONE
+
+
+def _extra(name: str) -> Any:
+    """A module of what a workstation has beside the node's tools. It is looked for beside the package."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"workstation.{name}")
+    except ModuleNotFoundError as error:
+        raise click.UsageError(f"this needs tools/workstation/ of the repository: {error}") from error
+
+
 @apply_cli.command("env")
 @click.argument("role", type=click.Choice(["prefill", "decode", "router"]))
 @click.option("--profile", metavar="NAME", help="config/profile-NAME.toml over the role's file.")
@@ -615,6 +690,7 @@ def clean_command(report: Report, bundle_path: Path) -> Exit:
     help="Where the target must stand.",
 )
 @click.option("--full", is_flag=True, help="Compare every file of the target with the pinned release.")
+@signature_options
 @click.option(
     "--evidence", is_flag=True, help="Check every figure and every link upstream. Needs the whole repository."
 )
@@ -629,6 +705,7 @@ def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, eviden
 
     scanned = scan.check(bundle_path)
     bundle = manifest.load(bundle_path)
+    _require_signature(report, bundle, options)
     # Reading them is checking them.
     filed = [item.release for item in bundle.filed]
     report.result["bundle"] = {

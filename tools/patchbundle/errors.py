@@ -82,6 +82,9 @@ class Reason(Enum):
     HEADER = "a patch header is not complete"
     SCAN = "the bundle holds something that must not be published"
     EVIDENCE = "a figure or a link upstream is not what stands behind it"
+    SIGNATURE = "a signature is missing or wrong, or could not be made"
+    NO_PROGRAM = "a program or package that this needs is not installed"
+    OUTPUT = "the place for the output is not free"
     LAUNCH = "this combination of gates and arguments would not start"
     # The target.
     NO_TARGET = "no target was found"
@@ -130,6 +133,9 @@ _NEXT = {
     Reason.LOCK_STALE: "run: tools/apply.py pin",
     Reason.EVIDENCE: "mend it, or measure or look up again, then run: make claims",
     Reason.LAUNCH: "switch the gate off with --off, or change what it needs",
+    Reason.SIGNATURE: "do not use this bundle; see docs/provenance.md, 'Keys'",
+    Reason.NO_PROGRAM: "install it, then run the command again",
+    Reason.OUTPUT: "name another place, or move away what stands there",
     Reason.NO_TARGET: "give --root DIR or --python EXE",
     Reason.TWO_TARGETS: "name one of them with --root",
     Reason.WRONG_VERSION: "point --root or --python at the release that the bundle is for",

@@ -26,6 +26,7 @@ RELEASES = "patches/releases"
 _BASES = "config/bases.toml"
 _SERIES = "patches/series.toml"
 LOCK = "patches/pins.lock"
+SIGNATURE = f"{LOCK}.minisig"
 _PIN = "tools/apply.py pin"
 
 
@@ -156,7 +157,7 @@ def _read_artifacts(root: Path, bases: Mapping[str, Base]) -> dict[str, bytes]:
         if not plain and (path.is_symlink() or not path.is_dir()):
             raise BundleError(Reason.ORPHAN, relative, expected="a plain file", found="a link or a special file")
         # The interpreter that tests our sources leaves its bytecode beside them.
-        if plain and relative != LOCK and "__pycache__" not in relative.split("/"):
+        if plain and relative not in (LOCK, SIGNATURE) and "__pycache__" not in relative.split("/"):
             if relative.startswith(f"{RELEASES}/") and not _is_filed(relative):
                 continue
             artifacts[relative] = bases_module.read_file(path)

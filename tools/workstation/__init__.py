@@ -1,0 +1,1 @@
+"""What a workstation does with a bundle beside applying it: images, and documents that travel. No node needs it."""

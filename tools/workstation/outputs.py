@@ -1,0 +1,36 @@
+"""An output folder that is there whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from patchbundle.errors import BundleError, Reason
+
+
+@contextmanager
+def folder(place: Path) -> Iterator[Path]:
+    """A folder to be filled beside ``place``; it gets that name when the block ends without an exception.
+
+    Raises:
+        BundleError: OUTPUT, if something stands at ``place`` already, or nothing above it.
+    """
+    place = place.absolute()
+    if os.path.lexists(place):
+        raise BundleError(Reason.OUTPUT, str(place), expected="nothing there yet", found="a file or folder")
+    if not place.parent.is_dir():
+        raise BundleError(Reason.OUTPUT, str(place), expected="a folder to make it in", found=f"no {place.parent}")
+    made = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".partial", dir=place.parent))
+    try:
+        yield made
+        umask = os.umask(0)
+        os.umask(umask)
+        made.chmod(0o777 & ~umask)
+        made.rename(place)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
