@@ -20,7 +20,7 @@ def test_without_the_program_a_required_signature_is_refused_and_nothing_is_writ
     before = trees.snapshot(toy.tree)
     (toy.bundle / "patches/pins.lock.minisig").write_bytes(b"whatever")
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = ["--root", toy.tree, "--require-signature", KEY, "--json"]
+    words: list[str | Path] = ["--root", toy.tree, "--require-signature", KEY, "--json"]
     result = trees.run(toy, *words, check=True) if check else trees.run(toy, "apply", *words)
     assert (result.code, result.reason) == (1, "no-program")
     assert trees.snapshot(toy.tree) == before
@@ -29,7 +29,7 @@ def test_without_the_program_a_required_signature_is_refused_and_nothing_is_writ
 @pytest.mark.parametrize("check", [False, True], ids=["apply", "check"])
 def test_a_place_of_a_signature_without_a_key_is_a_slip_in_the_command(check: bool, tmp_path: Path) -> None:
     toy = toys.make(tmp_path)
-    words = ["--root", toy.tree, "--signature", tmp_path / "file"]
+    words: list[str | Path] = ["--root", toy.tree, "--signature", tmp_path / "file"]
     result = trees.run(toy, *words, check=True) if check else trees.run(toy, "apply", *words)
     assert result.code == 2
     assert trees.status(toy, "--json").table["result"]["status"]["level"] == 0

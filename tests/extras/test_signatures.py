@@ -80,7 +80,7 @@ def test_no_signature_is_refused(toy: Toy, keys: Keys) -> None:
 
 def test_a_signature_by_another_key_is_refused(signed: Toy, keys: Keys, tmp_path: Path) -> None:
     other = tmp_path / "other.pub"
-    words = [program("minisign"), "-G", "-W", "-p", other, "-s", tmp_path / "other.sec"]
+    words: list[str | Path] = [program("minisign"), "-G", "-W", "-p", other, "-s", tmp_path / "other.sec"]
     subprocess.run(words, check=True, capture_output=True)
     refused(signed, other)
 
