@@ -526,6 +526,8 @@ def attest_command(report: Report, bundle_path: Path, out: Path, key: Path | Non
         if options["require_torch"]:
             raise click.UsageError("--require-torch needs --root or --python")
         bases = [base for base in bundle.bases.values() if options["role"] in (None, base.role)]
+        if not bases:
+            raise click.UsageError(f"this bundle has no base of role {options['role']}")
         stands = [(bundle, base, len(bundle.pins(base).levels)) for base in bases]
     else:
         state, _ = work.check_target(bundle, _discover(report, bundle, options), "any", False)
