@@ -9,15 +9,17 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from patchbundle import bases
 from patchbundle import lock as lock_module
 from patchbundle.errors import BundleError, Reason
-from patchbundle.manifest import LOCK, SIGNATURE, Bundle
+from patchbundle.manifest import SIGNATURE, Bundle
 
 _PROGRAM = "minisign"
-_PATIENCE = 30.0  # seconds; a fifo in the place of a file would be waited for
+_PATIENCE = 30.0  # seconds
 _KEY = re.compile(r"RW[A-Za-z0-9+/]{54}")
 
 
@@ -42,32 +44,42 @@ def require(bundle: Bundle, key: str, file: Path | None = None) -> str:
     """Verify the bundle's signature: by default the one beside its lock. ``key`` is a public key or a file of one.
 
     Returns the comment that was signed with it. What is verified are the bytes of the lock that was read, not those
-    that lie in its file a moment later.
+    that lie in a file a moment later.
 
     Raises:
         BundleError: SIGNATURE or NO_PROGRAM.
     """
     found = program()
     place = file if file is not None else bundle.root / SIGNATURE
-    if not place.is_file():
-        raise _refuse(str(place), f"a signature of {LOCK}", "no file")
-    if _KEY.fullmatch(key):
-        by = ["-P", key]
-    elif Path(key).is_file():
-        by = ["-p", str(Path(key).absolute())]
-    else:
-        raise _refuse(key, "a public key of minisign, or a file that holds one", "neither")
-    fd = os.memfd_create("lock")
+    what = f"a signature of bundle {bundle.lock.digest}"
+    with ExitStack() as stack:
+        if _KEY.fullmatch(key):
+            by, fds = ["-P", key], []
+        else:
+            fds = [stack.enter_context(_held(bases.read_file(Path(key), Reason.SIGNATURE, "a public key of minisign")))]
+            by = ["-p", _name(fds[0])]
+        for data in (bases.read_file(place, Reason.SIGNATURE, what), lock_module.dump(bundle.lock)):
+            fds.append(stack.enter_context(_held(data)))
+        said, fault = _run([found, "-V", "-Q", *by, "-x", _name(fds[-2]), "-m", _name(fds[-1])], fds)
+    if fault:
+        raise _refuse(str(place), f"{what} by this key", fault)
+    return said
+
+
+@contextmanager
+def _held(data: bytes) -> Iterator[int]:
+    """A descriptor of bytes that lie in no file: what was read is what the program reads."""
+    fd = os.memfd_create("held")
     try:
         with open(fd, "wb", closefd=False) as stream:
-            stream.write(lock_module.dump(bundle.lock))
-        words = [found, "-V", "-Q", *by, "-x", str(place.absolute()), "-m", f"/proc/self/fd/{fd}"]
-        said, fault = _run(words, (fd,))
+            stream.write(data)
+        yield fd
     finally:
         os.close(fd)
-    if fault:
-        raise _refuse(str(place), f"a signature of bundle {bundle.lock.digest} by this key", fault)
-    return said
+
+
+def _name(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"
 
 
 def sign(files: Sequence[Path], key: Path, comment: str) -> None:
@@ -76,17 +88,17 @@ def sign(files: Sequence[Path], key: Path, comment: str) -> None:
     Raises:
         BundleError: SIGNATURE or NO_PROGRAM.
     """
-    found = program()
     again = "name the secret key's file, and give its password"
     if not key.is_file():
         raise _refuse(str(key), "a secret key of minisign", "no file", again)
+    found = program()
     words = [found, "-S", "-s", str(key.absolute()), "-t", comment, "-m", *(str(path.absolute()) for path in files)]
     _, fault = _run(words, asks=True)
     if fault:
         raise _refuse(str(key), "a key that opens with the password given", fault, again)
 
 
-def _run(words: Sequence[str], fds: tuple[int, ...] = (), *, asks: bool = False) -> tuple[str, str]:
+def _run(words: Sequence[str], fds: Sequence[int] = (), *, asks: bool = False) -> tuple[str, str]:
     """What the program said, and why it failed; empty if it did not."""
     stdin, stderr, patience = (None, None, None) if asks else (subprocess.DEVNULL, subprocess.PIPE, _PATIENCE)
     environment = {**os.environ, "LC_ALL": "C"}

@@ -22,8 +22,6 @@ def write(stands: Sequence[tuple[Bundle, Base, int]], out: Path, key: Path | Non
     made = {name: data for stand in stands for name, data in provenance.documents(*stand).items()}
     bundle = stands[0][0]
     made[Path(LOCK).name] = bases.read_file(bundle.root / LOCK)
-    if key is not None:
-        signature.program()
     with outputs.folder(out) as folder:
         for name, data in made.items():
             disk.write_file(folder / name, data)
