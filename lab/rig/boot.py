@@ -20,7 +20,7 @@ FOLDER = Path(__file__).with_name("boots")
 TREES = ("stock", "patched", "own")
 MODES = ("prefill", "decode", "alone")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_ENGINE_KEYS = {"like", "role", "mode", "tree", "flags", "env", "gates", "tp", "dtype", "tokens", "model", "bootstrap"}
+_ENGINE_KEYS = {"like", "role", "mode", "tree", "flags", "env", "gates", "tp", "dtype", "tokens", "model", "gated"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Part:
         mode: what it does in the pair; ``alone`` for an engine that does both.
         tree: ``stock``, ``patched``, or ``own``: a copy of stock for this run alone, which a scenario may turn.
         gates: switches of our patches; listed apart from ``env`` so that a reader sees what is on.
+        gated: without its gates it does not start, or what it is sent ends the engine behind it.
         tp: tensor parallel ranks, a process each.
     """
 
@@ -46,6 +47,7 @@ class Part:
     dtype: str = "float32"
     tokens: int = 4096
     model: str = ""
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def _engine(name: str, data: Mapping[str, Any], known: Mapping[str, Part], model
         dtype=str(data.get("dtype", base.dtype if base else "float32")),
         tokens=int(data.get("tokens", base.tokens if base else 4096)),
         model=str(data.get("model", base.model if base else model)),
+        gated=bool(data.get("gated", base.gated if base else False)),
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
+from lab.rig import bits, deployment, environment, faults, lists, runner, table, trees
 from lab.rig import boot as boots
-from lab.rig import deployment, environment, faults, lists, runner, table, trees
 from lab.rig import scenario as scenarios
 from lab.rig.client import Request, Route, prompts, send_all
 from lab.rig.errors import RigError
@@ -122,16 +122,32 @@ def _as_they_stand(
     return trees.gather(named, wanted, allow_drift, output.progress, any_level=True)
 
 
+def _runs() -> list[Path]:
+    return sorted(folder for folder in deployment.runs_folder().glob("*") if (folder / STATE).is_file())
+
+
+def _running() -> list[Path]:
+    return [folder for folder in _runs() if deployment.read_state(folder)["phase"] in ("starting", "ready")]
+
+
 def _run_folder(name: str | None) -> Path:
-    folders = sorted(folder for folder in deployment.runs_folder().glob("*") if (folder / STATE).is_file())
-    if name is not None:
-        chosen = [folder for folder in folders if folder.name == name]
-    else:
-        chosen = [folder for folder in folders if deployment.read_state(folder)["phase"] in ("starting", "ready")]
-    if len(chosen) != 1:
-        told = ", ".join(folder.name for folder in chosen or folders[-5:]) or "none"
-        raise RigError("state", f"name one run; there is: {told}")
-    return chosen[0]
+    """The folder of the run called ``name``, or of the only one that runs.
+
+    Raises:
+        RigError: kind ``state``; there is no such run, or none runs, or several do.
+    """
+    running = _running()
+    if name is None and len(running) == 1:
+        return running[0]
+    if name is None and running:
+        raise RigError("state", f"several run, name one: {', '.join(folder.name for folder in running)}")
+    last = ", ".join(folder.name for folder in _runs()[-5:]) or "none"
+    if name is None:
+        raise RigError("state", f"nothing runs; the last runs, by name: {last}")
+    for folder in _runs():
+        if folder.name == name:
+            return folder
+    raise RigError("state", f"no run {name!r}; the last runs: {last}")
 
 
 @main.command()
@@ -168,11 +184,7 @@ def up(
 @verb("status")
 def status(output: Output, run: str | None) -> int:
     """Tell what runs."""
-    folders = (
-        [_run_folder(run)]
-        if run
-        else sorted(folder for folder in deployment.runs_folder().glob("*") if (folder / STATE).is_file())
-    )
+    folders = [_run_folder(run)] if run else _runs()
     shown = 0
     for folder in folders:
         state = deployment.read_state(folder)
@@ -194,6 +206,9 @@ def status(output: Output, run: str | None) -> int:
 @verb("down")
 def down(output: Output, run: str | None) -> int:
     """End a deployment that `up` started, and nothing else."""
+    if run is None and not _running():
+        output.say("nothing runs")
+        return NOTHING
     folder = _run_folder(run)
     ended = deployment.end(folder)
     output.result = {"run": folder.name, "ended": ended}
@@ -268,6 +283,22 @@ def _entries(names: tuple[str, ...], which: str | None) -> list[Entry]:
     return lists.group(list(names))
 
 
+def _need_a_place(fault: faults.Fault, entries: Sequence[Entry]) -> None:
+    """Refuse a fault that no engine of the run would take: a run without it would look like a fault that nobody sees.
+
+    Raises:
+        RigError: kind ``fault``.
+    """
+    roles = {
+        part.role
+        for entry in entries
+        for part in entry.boot.parts
+        if part.tree == "patched" and part.name in runner.needed(entry.boot, entry.scenarios)
+    }
+    if fault.role not in roles:
+        raise RigError("fault", f"{fault.name} needs a patched {fault.role} engine; it is for {fault.scenario}")
+
+
 def _tell(output: Output, reports: Sequence[runner.Report]) -> None:
     """Tell what a boot brought as soon as it ended: a run that is cut off later leaves that."""
     for line in table.lines(reports)[1:]:
@@ -280,6 +311,7 @@ def _tell(output: Output, reports: Sequence[runner.Report]) -> None:
 @click.option("--stock-prefill-root", type=_FOLDER, help="Stock tree; a copy of the environment's if not given.")
 @click.option("--stock-decode-root", type=_FOLDER, help="Stock tree; a copy of the environment's if not given.")
 @click.option("--gates-off", is_flag=True, help="Compare stock with patched, every gate unset, bit for bit.")
+@click.option("--twice", is_flag=True, help="Start every boot two times and compare the answers bit for bit.")
 @click.option("--fault", default="", help="Plant a fault in every patched engine (see docs/rig.md): it must turn red.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the JSON result to this file.")
 @tree_options
@@ -295,6 +327,7 @@ def compare(
     router: str,
     allow_drift: bool,
     gates_off: bool,
+    twice: bool,
     fault: str,
     out: Path | None,
 ) -> int:
@@ -302,9 +335,15 @@ def compare(
 
     A patched tree that is not named is made from this repository's own series.
     """
+    if sum(map(bool, (gates_off, twice, fault))) > 1:
+        raise click.UsageError("--gates-off, --twice and --fault are three questions: ask one at a time")
     entries = _entries(names, which)
     if fault:
-        faults.get(fault)
+        _need_a_place(faults.get(fault), entries)
+    if gates_off:
+        entries = bits.without_gates(entries)
+    elif twice:
+        entries = bits.as_they_are(entries)
     named: Mapping[tuple[str, str], Path | None] = {
         ("prefill", "stock"): stock_prefill_root,
         ("decode", "stock"): stock_decode_root,
@@ -319,8 +358,9 @@ def compare(
     for entry in entries:
         told = len(reports)
         output.progress(f"boot {entry.boot.name}: {', '.join(one.name for one in entry.scenarios)}")
-        if gates_off:
-            reports += runner.run_without_gates(entry.boot, entry.scenarios, found, router, output.progress)
+        if gates_off or twice:
+            other = bits.patched(entry.boot) if gates_off else entry.boot
+            reports += bits.run_twice(entry.boot, other, entry.scenarios, found, router, output.progress)
             _tell(output, reports[told:])
             continue
         planted = {part.name: {faults.VARIABLE: fault} for part in entry.boot.parts if part.tree == "patched"}

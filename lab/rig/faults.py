@@ -26,6 +26,8 @@ class Fault:
         module: the engine's module whose import triggers it.
         plant: changes the module after it was executed.
         scenario: the scenario that turns red.
+        patch: whose rule it breaks; empty for a rule of stock that our deployment leans on.
+        role: the engine in which it is planted.
     """
 
     name: str
@@ -34,16 +36,17 @@ class Fault:
     plant: Callable[[ModuleType], None]
     scenario: str
     patch: str
+    role: str
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(name: str, about: str, module: str, scenario: str, patch: str) -> Callable[[Any], Any]:
+def fault(name: str, about: str, module: str, scenario: str, patch: str, role: str) -> Callable[[Any], Any]:
     """Register the decorated function as the planting of a fault."""
 
     def register(plant: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-        FAULTS[name] = Fault(name, about, module, plant, scenario, patch)
+        FAULTS[name] = Fault(name, about, module, plant, scenario, patch, role)
         return plant
 
     return register
@@ -66,9 +69,10 @@ def chosen() -> Fault | None:
     return get(name) if name else None
 
 
-_RETRACT = ("sglang.srt.research.retract", "dcp2-retract-patched", "dcp-retract-index")
-_PACK = ("sglang.srt.research.bounded_pack", "bounded-pack", "bounded-pack")
-_POISON = ("sglang.srt.research.bounded_pack", "pack-poison", "bounded-pack")
+_RETRACT = ("sglang.srt.research.retract", "dcp2-retract-patched", "dcp-retract-index", "decode")
+_PACK = ("sglang.srt.research.bounded_pack", "bounded-pack", "bounded-pack", "prefill")
+_POISON = ("sglang.srt.research.bounded_pack", "pack-poison", "bounded-pack", "prefill")
+_SPLIT = ("sglang.srt.mem_cache.dsa_cache_layer_split", "cp4-layer-split", "", "prefill")
 
 
 @fault(
@@ -116,12 +120,13 @@ def _pack_off_by_one(module: ModuleType) -> None:
     vars(module)["slice_edges"] = slice_edges
 
 
-@fault("pack-row-map", "the rows of a slice go to the places of its neighbours", *_PACK)
+@fault("pack-row-map", "a rank of D gets the rows that belong to its neighbour", *_PACK)
 def _pack_row_map(module: ModuleType) -> None:
     pack = module._pack
 
-    def shifted(src_ptrs: Any, src_rows: Any, dst_ptrs: Any, dst_rows: Any, item_lens: Any, pack_buffer: Any) -> Any:
-        return pack(src_ptrs, src_rows[::-1].copy(), dst_ptrs, dst_rows, item_lens, pack_buffer)
+    def shifted(src_ptrs: Any, src_rows: Any, *rest: Any) -> Any:
+        # Another order of the same rows would not do: a latent row carries its position, and a sum has no order.
+        return pack(src_ptrs, src_rows ^ 1, *rest)
 
     vars(module)["_pack"] = shifted
 
@@ -145,3 +150,18 @@ def _pack_too_early(module: ModuleType) -> None:
 @fault("pack-early-release", "the buffer is trusted again after a transfer that failed and may still read it", *_POISON)
 def _pack_early_release(module: ModuleType) -> None:
     vars(module)["_give_up"] = lambda state, status: setattr(state, "trusted", True)
+
+
+@fault(
+    "split-scratch-overwritten", "a broadcast's scratch is cleared for its next use while its send is pending", *_SPLIT
+)
+def _split_scratch_overwritten(module: ModuleType) -> None:
+    pool: Any = module.LayerSplitDSATokenToKVPool
+    finalize = pool._finalize_pending_kv_broadcast
+
+    def too_early(self: Any, **kwargs: Any) -> None:
+        if self.pending_remote_kv_broadcast:
+            self.remote_kv_buffer.zero_()
+        finalize(self, **kwargs)
+
+    pool._finalize_pending_kv_broadcast = too_early

@@ -9,6 +9,8 @@ that no scenario depends on how busy the machine is.
 * ``PATCHBUNDLE_RIG_TRANSFER_HOLD=60`` lets P wait so many seconds before every KV transfer: to end somebody meanwhile.
 * ``PATCHBUNDLE_RIG_CP_SIZE=2`` gives the prefill of ``cp4-attention-tp2`` two CP ranks in place of four: half the
   processes, the same two attention ranks in each.
+* ``PATCHBUNDLE_RIG_SPLIT_PENDING=1`` leaves each broadcast that fetches a layer of a split cache ahead of its use
+  pending until somebody waits for it, as the stream of a GPU does. Over gloo it would be done when its call returns.
 
 A *gathered* send needs no variable: its requests carry names like ``calm.01of03``, and D starts none of them before
 all three are there, in the order of their names. What is batched with what is then the same in every run.
@@ -16,10 +18,12 @@ all three are there, in the order of their names. What is batched with what is t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -147,6 +151,66 @@ def _cap_pack_buffer(module: ModuleType) -> None:
         stock(self, min(size_bytes, cap), *args, **kwargs)
 
     buffer.__init__ = init
+
+
+class Pending:
+    """Stands where a split cache has a communicator of its own for broadcasts: they run when they are waited for."""
+
+    def __init__(self, broadcast: Callable[[Any, int], None]) -> None:
+        self.now = broadcast
+        self.waiting: list[tuple[Any, int]] = []
+        self.ahead = False
+
+    def change_state(self, enable: bool) -> contextlib.AbstractContextManager[None]:
+        """Nothing to switch."""
+        return contextlib.nullcontext()
+
+    def broadcast(self, tensor: Any, src: int) -> None:
+        """Send what ``tensor`` holds now, or, fetching ahead, what it will hold when somebody waits."""
+        if self.ahead:
+            self.waiting.append((tensor, src))
+        else:
+            self.now(tensor, src)
+
+    def wait(self) -> None:
+        """Run what is pending, in its order."""
+        for tensor, src in self.waiting:
+            self.now(tensor, src)
+        self.waiting.clear()
+
+
+@after("sglang.srt.mem_cache.dsa_cache_layer_split")
+def _leave_broadcasts_pending(module: ModuleType) -> None:
+    if not os.environ.get("PATCHBUNDLE_RIG_SPLIT_PENDING"):
+        return
+    pool: Any = module.LayerSplitDSATokenToKVPool
+    prefetch, finalize = pool.prefetch_kv_buffer, pool._finalize_pending_kv_broadcast
+
+    def _init_layer_broadcast_comm(self: Any) -> None:
+        import torch
+
+        group = module.get_parallel().attn_cp_group
+        ranks = group.ranks
+        self.layer_broadcast_comm = Pending(
+            lambda tensor, src: torch.distributed.broadcast(tensor, src=ranks[src], group=group.cpu_group)
+        )
+
+    def prefetch_kv_buffer(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.layer_broadcast_comm.ahead = True
+        try:
+            prefetch(self, *args, **kwargs)
+        finally:
+            self.layer_broadcast_comm.ahead = False
+
+    def _finalize_pending_kv_broadcast(self: Any, **kwargs: Any) -> None:
+        if self.pending_remote_kv_broadcast:
+            say("pending", layer=self.pending_remote_kv_layer_id)
+            self.layer_broadcast_comm.wait()
+        finalize(self, **kwargs)
+
+    pool._init_layer_broadcast_comm = _init_layer_broadcast_comm
+    pool.prefetch_kv_buffer = prefetch_kv_buffer
+    pool._finalize_pending_kv_broadcast = _finalize_pending_kv_broadcast
 
 
 @after("sglang.srt.research.cp_topology")

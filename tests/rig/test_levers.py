@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.rig.levers import Gathering, gathered
+from lab.rig.levers import Gathering, Pending, gathered
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,28 @@ def test_a_failure_of_another_send_lets_nobody_go() -> None:
 def test_other_requests_wait_for_nobody() -> None:
     assert not Gathering().waits(["x", "y"])
     assert not Gathering().waits([])
+
+
+def test_a_broadcast_ahead_of_its_use_sends_what_its_scratch_holds_when_it_is_waited_for() -> None:
+    sent: list[tuple[list[int], int]] = []
+    one = Pending(lambda tensor, src: sent.append((list(tensor), src)))
+    scratch = [1]
+    with one.change_state(enable=True):
+        one.broadcast(scratch, 0)
+    one.ahead = True
+    one.broadcast(scratch, 1)
+    scratch[0] = 2
+    assert sent == [([1], 0)]
+    one.wait()
+    one.wait()
+    assert sent == [([1], 0), ([2], 1)]
+
+
+def test_pending_broadcasts_go_in_their_order() -> None:
+    sent: list[int] = []
+    one = Pending(lambda tensor, src: sent.append(src))
+    one.ahead = True
+    for source in (3, 1, 2):
+        one.broadcast(None, source)
+    one.wait()
+    assert sent == [3, 1, 2]

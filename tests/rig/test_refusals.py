@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import socket
 import sys
 import threading
@@ -380,20 +381,63 @@ def run_cli(*words: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(text[text.index("{") :]) if "{" in text else {}
 
 
-def test_nothing_running_is_exit_code_3() -> None:
-    code, told = run_cli("status")
-    assert code == 3 and told["result"] == {}
+def make_run(name: str, phase: str) -> str:
+    """A folder as a keeper leaves it; this process stands for the keeper of a run that goes on."""
+    folder = deployment.new_folder(name)
+    pid = os.getpid()
+    state = {
+        "phase": phase,
+        "reason": "",
+        "tail": [],
+        "keeper": {"pid": pid, "start_time": leash.start_time(pid)},
+        "members": {},
+    }
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder.name
+
+
+@pytest.mark.parametrize("verb", ["status", "down"])
+@pytest.mark.parametrize("ended", [0, 2])
+def test_nothing_running_is_exit_code_3_however_many_runs_have_ended(verb: str, ended: int) -> None:
+    for index in range(ended):
+        make_run(f"x{index}", "stopped")
+    code, told = run_cli(verb)
+    assert (code, told["result"], told["error"]) == (3, {}, None)
+    assert CliRunner().invoke(main, [verb]).stdout == "nothing runs\n"
+
+
+def test_a_log_without_a_run_says_that_nothing_runs_and_which_runs_there_were() -> None:
+    name = make_run("x", "stopped")
+    _, told = run_cli("logs", "P")
+    assert told["error"]["message"] == f"nothing runs; the last runs, by name: {name}"
+
+
+def test_of_several_that_run_one_must_be_named() -> None:
+    names = [make_run(name, "ready") for name in ("a", "b")]
+    make_run("c", "stopped")
+    code, told = run_cli("down")
+    assert code == 1 and told["error"]["message"] == f"several run, name one: {', '.join(names)}"
+
+
+def test_a_run_that_has_ended_is_named_and_nothing_is_touched() -> None:
+    name = make_run("x", "stopped")
+    folder = deployment.runs_folder() / name
+    state = json.loads((folder / "state.json").read_text())
+    state["keeper"]["start_time"] = -1
+    (folder / "state.json").write_text(json.dumps(state))
+    code, told = run_cli("down", name)
+    assert code == 3 and told["result"] == {"run": name, "ended": False}
 
 
 @pytest.mark.parametrize(
     ("words", "kind"),
     [
-        (["down"], "state"),
         (["down", "nothing"], "state"),
         (["logs", "P"], "state"),
         (["compare"], "scenario"),
         (["compare", "nothing"], "scenario"),
         (["compare", "mla-router", "--fault", "nothing"], "fault"),
+        (["compare", "mla-router", "--fault", "pack-row-map"], "fault"),
         (["up", "--boot", "nothing"], "scenario"),
         (["smoke", "--boot", "pack"], "scenario"),
         (["env", "--check"], "environment"),
@@ -406,7 +450,15 @@ def test_a_refusal_is_exit_code_1_with_its_kind(words: list[str], kind: str) -> 
 
 
 @pytest.mark.parametrize(
-    "words", [["fly"], ["up", "--port", "x"], ["compare", "--list", "none"], ["env", "--release", "1"]]
+    "words",
+    [
+        ["fly"],
+        ["up", "--port", "x"],
+        ["compare", "--list", "none"],
+        ["env", "--release", "1"],
+        ["compare", "bounded-pack", "--fault", "pack-row-map", "--twice"],
+        ["compare", "bounded-pack", "--gates-off", "--twice"],
+    ],
 )
 def test_wrong_usage_is_exit_code_2(words: list[str]) -> None:
     assert CliRunner().invoke(main, words).exit_code == 2
