@@ -68,8 +68,8 @@ def stock(entry: Entry) -> Entry:
     routers: dict[str, RouterPart] = {}
     for router in map(_router, entry.boot.routers):
         if {*router.prefill, *router.decode} <= set(names):
-            behind = (tuple(names[name] for name in side) for side in (router.prefill, router.decode))
-            bare = RouterPart(router.name, *behind, router.flags, router.env, router.build and "stock")
+            prefill, decode = (tuple(names[name] for name in side) for side in (router.prefill, router.decode))
+            bare = replace(router, prefill=prefill, decode=decode, build=router.build and "stock")
             same = (one.name for one in routers.values() if replace(one, name=bare.name) == bare)
             names[router.name] = next(same, router.name)
             routers.setdefault(names[router.name], bare)
@@ -112,8 +112,9 @@ def as_they_are(entries: Sequence[Entry]) -> list[Entry]:
     """The entries with their gates, and with those sends alone that are the same in every run."""
     made = []
     for entry in entries:
-        members = (*entry.boot.parts, *entry.boot.routers, *entry.boot.refusers)
-        names = {member.name: member.name for member in members}
+        boot = entry.boot
+        known = [[one.name for one in kind] for kind in (boot.parts, boot.routers, boot.refusers)]
+        names = {name: name for group in known for name in group}
         scenarios = (steady(one, names) for one in entry.scenarios)
         made.append(replace(entry, scenarios=tuple(one for one in scenarios if one.steps)))
     return [entry for entry in made if entry.scenarios]
