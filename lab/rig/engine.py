@@ -20,7 +20,7 @@ READY = "The server is fired up and ready to roll!"
 LISTENS = "Uvicorn running on"
 IMPORTED = "rig: tree"
 # Imported in every engine process, in this order.
-HOOKS = ("lab.rig.observe", "lab.rig.levers")
+HOOKS = ("lab.rig.observe", "lab.rig.levers", "lab.rig.forks")
 # What the harness adds to the stand-ins' own list; each line says why.
 ENVIRONMENT: dict[str, str] = {
     "TRANSFORMERS_OFFLINE": "1",  # nothing is downloaded

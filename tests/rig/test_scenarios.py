@@ -25,9 +25,12 @@ like = "D"
 tree = "patched"
 flags = ["--two"]
 gates = { G = "1" }
+[refuser.P-refuses]
+of = "P"
 [router.R]
 prefill = ["P"]
 decode = ["D"]
+build = "patched"
 """
 SCENARIO = """
 about = "x"
@@ -69,7 +72,13 @@ def test_a_stock_engine_does_not_inherit_gates() -> None:
         ("[engine.P]", '[engine."a b"]', "is no name"),
         ('prefill = ["P"]', 'prefill = ["D"]', "no prefill engine"),
         ('decode = ["D"]', 'decode = ["X"]', "no decode engine"),
+        ('decode = ["D"]', 'decode = ["P-refuses"]', "no decode engine"),
         ("[router.R]", "[router.P]", "no name for a router"),
+        ("[router.R]", "[router.P-refuses]", "no name for a router"),
+        ('build = "patched"', 'build = "released"', "stock or patched"),
+        ('of = "P"', 'of = "D"', "of a prefill engine"),
+        ('of = "P"', "", "of a prefill engine"),
+        ("[refuser.P-refuses]", "[refuser.D]", "a new name"),
         ('model = "mla"', 'model = "big"', "no model 'big'"),
         ('about = "x"', "about = ", "boot b: "),
     ],

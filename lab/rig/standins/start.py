@@ -17,13 +17,13 @@ from lab.rig.standins import hook, targets
 from lab.rig.standins.errors import StandInMoved, UnknownVersion
 from lab.rig.standins.table import VERSIONS, StandIn, for_version
 
-__all__ = ["apply", "install", "start"]
+__all__ = ["apply", "install", "leash", "start"]
 
 _PR_SET_PDEATHSIG = 1
 _CHECKED = "PATCHBUNDLE_RIG_CHECKED"
 
 
-def _leash() -> None:
+def leash() -> None:
     """End this process when its parent ends."""
     if os.environ.get("PATCHBUNDLE_RIG_LEASH") != "1" or not sys.platform.startswith("linux"):
         return
@@ -112,7 +112,7 @@ def start() -> None:
     Raises:
         StandInError: the engine must not start.
     """
-    _leash()
+    leash()
     version = _version()
     if os.environ.get(_CHECKED) != version:
         targets.check(version, sys.path)
