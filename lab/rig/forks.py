@@ -30,7 +30,7 @@ def _fork(module: ModuleType) -> None:
     def set_start_method(method: str | None, force: bool = False) -> None:
         choose("fork" if method == "spawn" else method, force)
 
-    multiprocessing.set_start_method = set_start_method  # type: ignore[assignment]
+    multiprocessing.set_start_method = set_start_method
     # A forked process has a new parent to end with.
     os.register_at_fork(after_in_child=leash)
     for name in LATER:

@@ -274,7 +274,7 @@ def test_a_process_does_not_start_on_the_wrong_engine(
 
 _LEASHED = """
 import os, subprocess, sys
-inner = "import time; from lab.rig.standins import start; start._leash(); print('held', flush=True); time.sleep(60)"
+inner = "import time; from lab.rig.standins import start; start.leash(); print('held', flush=True); time.sleep(60)"
 child = subprocess.Popen([sys.executable, "-c", inner], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print(child.pid, flush=True)

@@ -1,0 +1,76 @@
+"""The processes of an engine are forked after one import, and each still ends with its parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.rig import forks
+from lab.rig.tree import REPOSITORY
+
+ENGINE = "sglang.srt.entrypoints.engine"
+CHOOSE = "import multiprocessing as mp\ndef choose(method):\n    mp.set_start_method(method, force=True)\n"
+SCRIPT = """
+import ctypes, json, multiprocessing, os, sys
+from lab.rig.standins import hook
+import lab.rig.forks
+hook.install()
+import sglang.srt.entrypoints.engine as engine
+
+def child(queue):
+    signal = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(signal))
+    queue.put((os.getppid(), engine.__dict__.get("mark", ""), signal.value))
+
+engine.choose(sys.argv[1])
+engine.mark = "after the import"
+if multiprocessing.get_start_method() == "fork":
+    queue = multiprocessing.SimpleQueue()
+    one = multiprocessing.Process(target=child, args=(queue,))
+    one.start()
+    found = queue.get()
+    one.join()
+else:
+    found = None
+print(json.dumps([os.getpid(), multiprocessing.get_start_method(), found, sorted(sys.modules)]))
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in (ENGINE, *forks.LATER):
+        path = tmp_path / (name.replace(".", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(CHOOSE if name == ENGINE else "")
+    return tmp_path
+
+
+def run(tree: Path, method: str, leash: str = "1") -> tuple[int, str, list[object] | None, list[str]]:
+    env = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{REPOSITORY}", "PATCHBUNDLE_RIG_LEASH": leash}
+    argv = [sys.executable, "-c", SCRIPT, method]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
+    parent, chosen, found, modules = json.loads(done.stdout)
+    return parent, chosen, found, modules
+
+
+def test_a_process_that_is_to_be_spawned_is_forked_and_ends_with_its_new_parent(tree: Path) -> None:
+    parent, chosen, found, _ = run(tree, "spawn")
+    assert chosen == "fork" and found == [parent, "after the import", 9]
+
+
+def test_a_process_without_a_leash_gets_none_by_a_fork(tree: Path) -> None:
+    _, _, found, _ = run(tree, "spawn", leash="0")
+    assert found is not None and found[2] == 0
+
+
+def test_another_way_of_starting_processes_stays_as_it_was_chosen(tree: Path) -> None:
+    assert run(tree, "forkserver")[1:3] == ("forkserver", None)
+
+
+def test_what_every_rank_would_import_is_imported_before_the_fork(tree: Path) -> None:
+    assert set(forks.LATER) <= set(run(tree, "spawn")[3])
