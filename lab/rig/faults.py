@@ -84,10 +84,18 @@ def _retract_left_out(module: ModuleType) -> None:
     vars(module)["latent_rows"] = lambda pool, indices: indices
 
 
-@fault("retract-wrong-rank", "rows of the neighbouring rank are taken for the own ones", *_RETRACT)
-def _retract_wrong_rank(module: ModuleType) -> None:
-    rank = module._rank
-    vars(module)["_rank"] = lambda: (rank() + 1) % module._size()
+@fault("retract-blocks", "a rank takes a block of the tokens for its own, and not every second one", *_RETRACT)
+def _retract_blocks(module: ModuleType) -> None:
+    rows = module.latent_rows
+
+    def latent_rows(pool: Any, indices: Any) -> Any:
+        # Only another rank's number would do no harm: its tokens lie in rows of the same numbers.
+        if rows(pool, indices) is indices:
+            return indices
+        size = module._size()
+        return indices.tensor_split(size)[module._rank()] // size
+
+    vars(module)["latent_rows"] = latent_rows
 
 
 @fault("retract-row-off-by-one", "every row is taken one too high", *_RETRACT)
