@@ -128,13 +128,14 @@ def _pack_off_by_one(module: ModuleType) -> None:
     vars(module)["slice_edges"] = slice_edges
 
 
-@fault("pack-row-map", "a rank of D gets the rows that belong to its neighbour", *_PACK)
+@fault("pack-row-map", "every rank of D gets the rows of the first one", *_PACK)
 def _pack_row_map(module: ModuleType) -> None:
     pack = module._pack
 
     def shifted(src_ptrs: Any, src_rows: Any, *rest: Any) -> Any:
-        # Another order of the same rows would not do: a latent row carries its position, and a sum has no order.
-        return pack(src_ptrs, src_rows ^ 1, *rest)
+        # Another order, or rows that two ranks have swapped, would do no harm: a latent row carries its position, and
+        # the sum over all rows of all ranks has no order.
+        return pack(src_ptrs, src_rows & ~1, *rest)
 
     vars(module)["_pack"] = shifted
 
