@@ -25,8 +25,8 @@ from lab.rig.member import Spec
 from lab.rig.tree import REPOSITORY
 
 # Proportional set sizes that were seen with the tiny models: an engine with what its ranks share, and each rank.
-MEMORY_PER_ENGINE = 1_500_000_000
-MEMORY_PER_RANK = 900_000_000
+MEMORY_PER_ENGINE = 1_000_000_000
+MEMORY_PER_RANK = 400_000_000
 _EVENT = re.compile(r"rig: (\S+)(.*)")
 _PAIR = re.compile(r"(\w+)=(\S+)")
 
