@@ -252,7 +252,7 @@ def test_a_spec_survives_its_file() -> None:
 def test_too_little_memory_is_refused_with_both_numbers(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9999999999 kB\nMemAvailable:    1000000 kB\n")
-    with pytest.raises(RigError, match=r"need 3\.3 GB of memory, 1\.0 GB") as caught:
+    with pytest.raises(RigError, match=r"need 1\.8 GB of memory, 1\.0 GB") as caught:
         deployment.need_memory(1, 2, meminfo)
     assert caught.value.kind == "memory"
     meminfo.write_text("nothing")
