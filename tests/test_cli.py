@@ -129,6 +129,8 @@ def test_json_of_every_verb_is_as_its_schema_says(toy: Toy) -> None:
     assert valid(trees.run(toy, *root, "--full", check=True), "check", 0)["attestation"]["extra"] == []
     valid(trees.run(toy, "--json", check=True), "check", 0)
     valid(trees.run(toy, "revert", *root), "revert", 0)
+    valid(trees.run(toy, "exec", "prefill", *root, "--expect", "base", "-n"), "exec", 0)
+    valid(trees.run(toy, "exec", "prefill", *root, "--expect", "applied", "-n"), "exec", 1)
     valid(trees.run(toy, "recover", *root), "recover", 3)
     valid(trees.run(toy, "recover", *root, "--dry-run"), "recover", 3)
     valid(trees.run(toy, "pin", "--offline", "--json"), "pin", 3)

@@ -23,8 +23,8 @@ version: 0.5.19
 torch:   not seen
 error: the tree is not in the state that was asked for [not-expected]
   where:    /where/tree
-  expected: level 3 (applied)
-  found:    level 0 of 3 (base)
+  expected: gamma-third (applied)
+  found:    level 0 (base)
   next:     run: tools/apply.py apply --root /where/tree
 [1]
 $ apply.py apply --root tree > /dev/null
@@ -45,8 +45,8 @@ version: 0.5.19
 torch:   not seen
 error: the tree is not in the state that was asked for [not-expected]
   where:    /where/tree
-  expected: level 0 (base)
-  found:    level 3 of 3 (gamma-third)
+  expected: base
+  found:    level 3 (gamma-third)
   next:     run: tools/apply.py revert --root /where/tree
 [1]
 $ check_sources.py --expect base

@@ -29,7 +29,7 @@ _SCHEMA = 1
 # Verbs that change nothing.
 _READERS = ("plan", "status", "check", "rebase-report", "env")
 # What a node needs; the rest is for a workstation with a clone.
-NODE_VERBS = ("plan", "apply", "revert", "status", "recover", "env")
+NODE_VERBS = ("plan", "apply", "revert", "status", "recover", "exec", "env")
 
 
 def bundle_root() -> Path:
@@ -395,6 +395,59 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, **opt
     return Exit.DONE if state.level is not None else Exit.REFUSED
 
 
+@apply_cli.command("exec")
+@click.argument("role", type=click.Choice(["prefill", "decode", "router"]))
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- CMD...")
+@click.option("--expect", required=True, metavar="LEVEL", help="'applied', 'base', a patch's id, or VERSION:ID.")
+@click.option("--root", type=click.Path(path_type=Path), help="The tree that CMD runs from, as for the others.")
+@click.option(
+    "--python",
+    metavar="EXE",
+    help="Ask this interpreter where its sglang is.  [default: CMD's, if CMD starts with one; else this one]",
+)
+@click.option(
+    "--router", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The router's binary, for no tree."
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Verify, start nothing.")
+@verb("exec")
+def exec_command(
+    report: Report,
+    bundle_path: Path,
+    role: str,
+    command: tuple[str, ...],
+    expect: str,
+    root: Path | None,
+    python: str | None,
+    router: Path | None,
+    dry_run: bool,
+) -> Exit:
+    """Verify the tree of a ROLE without writing anything, then become CMD. What does not hold is refused.
+
+    What was refused was not started; else the exit code is CMD's.
+    """
+    from patchbundle import guard, manifest
+    from patchbundle import target as target_module
+
+    if sum(place is not None for place in (root, python, router)) > 1:
+        raise click.UsageError("give one of --root, --python and --router")
+    if not (command or dry_run):
+        raise click.UsageError("name the command after --")
+    bundle = manifest.load_pins(bundle_path)
+    if router is not None:
+        if role != "router":
+            raise click.UsageError("--router goes with the role router")
+        report.result["name"] = guard.verify_router(bundle, router, expect)
+    else:
+        target = target_module.discover(
+            bundle, root=root, python=None if root else python or guard.interpreter_of(command), role=role
+        )
+        report.result["name"] = guard.verify(bundle, target, expect)
+    if not dry_run:
+        guard.become(command, os.environ)
+    report.say(f"holds:   {report.result['name']}")
+    return Exit.DONE
+
+
 @apply_cli.command("recover")
 @click.option(
     "--root", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="The tree's root."
@@ -726,7 +779,7 @@ def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, eviden
             raise click.UsageError("--expect, --full, --role and --require-torch need --root or --python")
         return Exit.DONE
     target = _discover(report, bundle, options)
-    state, attestation = work.check_target(bundle, target, expect, full)
+    state, attestation = work.check_target(bundle, target, None if expect == "any" else expect, full)
     report.result["level"] = state.level
     report.result["name"] = state.level_name
     report.result["release"] = state.release or None
@@ -783,5 +836,4 @@ def main_check() -> None:
 
 def _main(command: click.Command, name: str) -> None:
     output.install()
-    os.environ.setdefault("PYTHONUTF8", "1")
     command.main(prog_name=name)

@@ -163,7 +163,7 @@ def _pip(folder: Path, what: list[str], like: Archive) -> str:
     """Let pip download ``what`` into ``folder``, for the interpreter and machine of ``like``; returns what it said."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--dest", str(folder), *what]
-    environment = dict(os.environ)
+    environment = {"PYTHONUTF8": "1", **os.environ}
     if like.is_wheel:
         _, _, python, abi, platform = like.filename.removesuffix(".whl").split("-")
         command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", f"{python[2:3]}.{python[3:]}"]

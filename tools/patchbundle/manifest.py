@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchbundle import bases as bases_module
 from patchbundle import lock as lock_module
-from patchbundle import names, parse, store
+from patchbundle import names, store
 from patchbundle.bases import ROLES, Base, check_keys, check_schema, parse_toml, refuse
-from patchbundle.diff import FileDiff
 from patchbundle.errors import BundleError, Reason
-from patchbundle.header import Header
 from patchbundle.lock import Lock, Pins
+
+if TYPE_CHECKING:
+    from patchbundle.diff import FileDiff
+    from patchbundle.header import Header
 
 _ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _INSTALLED = re.compile(r"[^/]+\.dist-info/.*")
@@ -61,8 +64,9 @@ class Bundle:
         Raises:
             BundleError: for the first thing in one of them that is not exactly as it was released.
         """
-        versions = sorted(_releases(self.artifacts), key=_natural, reverse=True)
-        return tuple(_load_filed(self.root / RELEASES / version, version) for version in versions)
+        versions = sorted(_releases(self.artifacts or self.lock.artifacts), key=_natural, reverse=True)
+        read = load if self.artifacts else partial(load_pins, within=self.lock)
+        return tuple(_load_filed(self.root / RELEASES / version, version, read) for version in versions)
 
     def released(self, version: str) -> Bundle:
         """One of them.
@@ -97,6 +101,31 @@ class Bundle:
         return pins
 
 
+def load_pins(root: Path, *, release: str = "", within: Lock | None = None) -> Bundle:
+    """What a look at a tree needs of the bundle at ``root``: bases and lock. Without diffs nothing can be planned.
+
+    ``within`` is the lock of the bundle that ``root`` is filed in.
+
+    Raises:
+        BundleError: for the first thing that is not exactly as it should be.
+    """
+    lock = _read_lock(root)
+    _check_digest(within, f"{RELEASES}/{release}/{LOCK}", lock.digest)
+    raw = bases_module.read_file(root / _BASES)
+    _check_digest(lock, _BASES, hashlib.sha256(raw).hexdigest())
+    return Bundle(root, bases_module.parse(raw, _BASES), (), {}, lock, release)
+
+
+def _read_lock(root: Path) -> Lock:
+    path = root / LOCK
+    return lock_module.load(bases_module.read_file(path, Reason.LOCK, "the lock", f"run: {_PIN}"), str(path))
+
+
+def _check_digest(lock: Lock | None, path: str, found: str) -> None:
+    if lock is not None and lock.artifacts.get(path) != found:
+        raise _not_as_locked(path, lock.artifacts.get(path), found)
+
+
 def load(root: Path, *, release: str = "") -> Bundle:
     """Read the bundle at ``root``, filed as ``release`` if it is, and check every file of it against the lock.
 
@@ -104,18 +133,16 @@ def load(root: Path, *, release: str = "") -> Bundle:
         BundleError: for the first thing that is not exactly as it should be.
     """
     unlocked = load_unlocked(root)
-    path = root / LOCK
-    raw = bases_module.read_file(path, Reason.LOCK, "the lock", f"run: {_PIN}")
-    lock = lock_module.load(raw, str(path))
+    lock = _read_lock(root)
     _check_artifacts(unlocked, lock, release)
     bundle = Bundle(unlocked.root, unlocked.bases, unlocked.patches, unlocked.artifacts, lock, release)
     _check_levels(bundle)
     return bundle
 
 
-def _load_filed(root: Path, version: str) -> Bundle:
+def _load_filed(root: Path, version: str, read: Callable[..., Bundle]) -> Bundle:
     try:
-        return load(root, release=version)
+        return read(root, release=version)
     except BundleError as error:
         raise BundleError(
             error.reason,
@@ -218,6 +245,9 @@ def _read_series(artifacts: Mapping[str, bytes]) -> tuple[Patch, ...]:
 
 
 def _read_patch(entry: object, where: str, artifacts: Mapping[str, bytes]) -> Patch:
+    # A look at a tree reads no diff: it must not pay for the parser.
+    from patchbundle import header, parse
+
     check_keys(entry, {"id", "role", "file", "sources", "requires"}, where)
     assert isinstance(entry, dict)
     patch_id, role, file = entry["id"], entry["role"], entry["file"]
@@ -247,7 +277,7 @@ def _read_patch(entry: object, where: str, artifacts: Mapping[str, bytes]) -> Pa
         file=file,
         sources=tuple(entry["sources"]),
         requires=tuple(entry["requires"]),
-        header=Header.parse(parsed.message, f"patches/{file}"),
+        header=header.Header.parse(parsed.message, f"patches/{file}"),
         files=parsed.files,
     )
 
@@ -340,13 +370,17 @@ def _check_artifacts(bundle: Bundle, lock: Lock, release: str) -> None:
     wanted = {path: digest for path, digest in lock.artifacts.items() if not (release and path.startswith(RELEASES))}
     for path in sorted({*found, *wanted}):
         if found.get(path) != wanted.get(path):
-            raise BundleError(
-                Reason.ARTIFACT,
-                path,
-                expected=wanted.get(path, "not in the lock"),
-                found=found.get(path, "missing"),
-                next_step=f"undo the edit; if it was meant, run: {_PIN}",
-            )
+            raise _not_as_locked(path, wanted.get(path), found.get(path))
+
+
+def _not_as_locked(path: str, expected: str | None, found: str | None) -> BundleError:
+    return BundleError(
+        Reason.ARTIFACT,
+        path,
+        expected=expected or "not in the lock",
+        found=found or "missing",
+        next_step=f"undo the edit; if it was meant, run: {_PIN}",
+    )
 
 
 def _check_levels(bundle: Bundle) -> None:

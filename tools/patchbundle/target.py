@@ -249,7 +249,7 @@ def _run(command: list[str]) -> bytes:
     with (
         subprocess.Popen(
             command, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True, env={"PYTHONUTF8": "1", **os.environ},
         ) as process,
         selectors.DefaultSelector() as selector,
     ):  # fmt: skip

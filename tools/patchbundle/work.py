@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from patchbundle import attest, bytecode, fetch, processes, transaction
+from patchbundle import attest, bytecode, processes, transaction
 from patchbundle import plan as plan_module
 from patchbundle import state as state_module
 from patchbundle.attest import Attestation
@@ -219,11 +219,15 @@ def execute(
         return transaction.run(held, plan, plan.goal.bundle.lock.digest, mirrors=target.mirrors, progress=progress)
 
 
-def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tuple[State, Attestation | None]:
-    """Whether the target is as pinned, and at the expected end of the series.
+def check_target(bundle: Bundle, target: Target, expect: str | None, full: bool) -> tuple[State, Attestation | None]:
+    """Whether the target is as pinned, and at the level that is expected.
+
+    ``expect``: ``applied``, the top of this bundle's series; ``base``; a patch's id; of a filed release ``VERSION:ID``;
+    None for any.
 
     Raises:
-        BundleError: DRIFT, RECORD, NOT_EXPECTED or NOT_ATTESTED.
+        BundleError: DRIFT, RECORD, NOT_EXPECTED, NOT_ATTESTED or BYTECODE; UNKNOWN_LEVEL or UNKNOWN_RELEASE, if no
+            tree could be there.
     """
     with Tree(target.root) as tree:
         state = look(bundle, target, tree)
@@ -231,16 +235,8 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
             # It is refused below in any case. What else there is to tell comes first.
             _require_attested(target, attest.attest(tree, state.bundle, state, state.nearest), extra=True)
         level = state.require_level(str(target.root))
-        top = len(bundle.pins(state.base).levels) if state.base.id in bundle.bases else 0
-        if (expect == "base" and level != 0) or (expect == "applied" and (level != top or state.release)):
-            verb = "revert" if expect == "base" else "apply"
-            raise BundleError(
-                Reason.NOT_EXPECTED,
-                str(target.root),
-                expected=f"level {0 if expect == 'base' else top} ({expect})",
-                found=state.describe(level),
-                next_step=f"run: {command(verb, '--root', target.root)}",
-            )
+        if expect is not None:
+            _require_expected(bundle, target, Stand(state.bundle, state.base, level), expect)
         if level and state.receipt == "missing":
             raise BundleError(
                 Reason.DRIFT,
@@ -254,6 +250,28 @@ def check_target(bundle: Bundle, target: Target, expect: str, full: bool) -> tup
     if attestation is not None:
         _require_attested(target, attestation)
     return state, attestation
+
+
+def _require_expected(bundle: Bundle, target: Target, stand: Stand, expect: str) -> None:
+    release, _, patch = expect.rpartition(":")
+    wished = bundle.released(release) if release else bundle
+    if stand.base.id not in wished.bases:
+        # Of a base that only another release has, every tree is another one than this.
+        wanted = expect
+    else:
+        pins = wished.pins(stand.base)
+        level = len(pins.levels) if patch == "applied" else pins.level_of(patch)
+        wanted = Stand(wished, stand.base, level).name
+    if stand.name != wanted:
+        words = ["revert"] if patch == "base" else ["apply", *(["--release", release] if release else [])]
+        words += [] if patch in ("base", "applied") else ["--to", patch]
+        raise BundleError(
+            Reason.NOT_EXPECTED,
+            str(target.root),
+            expected=f"{wanted} ({expect})" if wanted != expect else wanted,
+            found=f"level {stand.level} ({stand.name})",
+            next_step=f"run: {command(*words, '--root', target.root)}",
+        )
 
 
 def _require_attested(target: Target, attestation: Attestation, *, extra: bool = False) -> None:
@@ -322,6 +340,8 @@ def roundtrip(
     Raises:
         BundleError: whatever fails, and NOT_ATTESTED if the way down is not through the same trees as the way up.
     """
+    from patchbundle import fetch
+
     archive = fetch.default_archive(base)
     progress(f"{base.id}: fetching {archive.filename}")
     place = fetch.fetch(base, archive, offline=offline)

@@ -1,0 +1,107 @@
+"""A start that fails closed: a tree is verified, and only then this process becomes the command that runs from it.
+
+What is promised is the moment of the look. Somebody who changes the tree after it, while the command still imports,
+is not seen: stop what starts by itself before ``apply`` and ``revert``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from patchbundle import work
+from patchbundle.errors import BundleError, Reason
+from patchbundle.manifest import Bundle
+from patchbundle.target import Target
+
+_PYTHON = re.compile(r"python(?:3(?:\.[0-9]+)?)?")
+# An interpreter sets them to be ignored, and what is ignored stays so in the program that it becomes.
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+def interpreter_of(command: Sequence[str]) -> str | None:
+    """The interpreter that a command starts with, if it does."""
+    return command[0] if command and _PYTHON.fullmatch(Path(command[0]).name) else None
+
+
+def verify(bundle: Bundle, target: Target, expect: str) -> str:
+    """Verify a tree as :func:`work.check_target` does, and that nothing is imported in its place; returns its level.
+
+    Raises:
+        BundleError: as there; SHADOWED.
+    """
+    state, _ = work.check_target(bundle, target, expect, full=False)
+    marker = state.base.marker.partition("/")[0]
+    other = None if state.base.is_crate else shadow(target.root, marker, os.environ, Path.cwd())
+    if other is not None:
+        raise BundleError(Reason.SHADOWED, str(other), expected=f"{marker} from {target.root} alone")
+    return state.level_name
+
+
+def verify_router(bundle: Bundle, path: Path, expect: str) -> str:
+    """Verify what a router's binary was built from; returns its level.
+
+    Raises:
+        BundleError: NO_BINARY, NOT_EXPECTED or UNKNOWN_LEVEL.
+    """
+    from patchbundle import binary
+
+    base = binary.base_of(bundle)
+    pins = bundle.pins(base)
+    wanted = pins.name_of(len(pins.levels)) if expect == "applied" else pins.name_of(pins.level_of(expect))
+    built = binary.read(path)
+    found = binary.name_of(bundle, base, built)
+    if found != wanted:
+        raise BundleError(
+            Reason.NOT_EXPECTED,
+            str(path),
+            expected=wanted,
+            found=found or f"level {built.level} of another bundle",
+            next_step="install the build of this bundle: see docs/router.md",
+        )
+    return wanted
+
+
+def shadow(root: Path, package: str, environment: Mapping[str, str], here: Path) -> Path | None:
+    """Another copy of ``package`` that an interpreter started in ``here`` would import before that below ``root``.
+
+    The working folder comes first for ``-m`` and ``-c``, then PYTHONPATH, then everything else. A folder without
+    ``__init__.py`` is no copy: it gives way to any that has one. For a script, and for ``-I`` and ``-P``, the working
+    folder does not count; it is looked at all the same, since a command may start others.
+    """
+    places = [] if environment.get("PYTHONSAFEPATH") else [here]
+    listed = environment.get("PYTHONPATH", "")
+    places += [here / entry for entry in listed.split(":")] if listed else []
+    for place in places:
+        if place.resolve() == root.resolve():
+            return None
+        for name in (f"{package}/__init__.py", f"{package}.py"):
+            if (place / name).exists():
+                return (place / name).absolute()
+    return None
+
+
+def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Be this command, with the same process id, descriptors and signals as if it had been started itself.
+
+    Raises:
+        BundleError: NO_COMMAND.
+    """
+    if shutil.which(command[0], path=environment.get("PATH")) is None:
+        raise BundleError(Reason.NO_COMMAND, command[0], expected="a program", found="none that may be started")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    before = [signal.signal(number, signal.SIG_DFL) for number in _IGNORED]
+    try:
+        os.execvpe(command[0], list(command), environment)
+    except OSError as error:
+        for number, handler in zip(_IGNORED, before, strict=True):
+            signal.signal(number, handler)
+        found = error.strerror or str(error)
+        raise BundleError(Reason.NO_COMMAND, command[0], expected="a program", found=found) from None
