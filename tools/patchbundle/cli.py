@@ -583,7 +583,7 @@ def attest_command(report: Report, bundle_path: Path, out: Path, key: Path | Non
             raise click.UsageError(f"this bundle has no base of role {options['role']}")
         stands = [(bundle, base, len(bundle.pins(base).levels)) for base in bases]
     else:
-        state, _ = work.check_target(bundle, _discover(report, bundle, options), "any", False)
+        state, _ = work.check_target(bundle, _discover(report, bundle, options), None, False)
         stands = [(state.bundle, state.base, state.require_level(str(options["root"])))]
     report.result["documents"] = attest.write(stands, out, key)
     for name in report.result["documents"]:
