@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 from patchbundle import cli, journal, transaction
 from patchbundle.errors import BundleError, Exit, Reason
+from tests import images, trees
 from tests import toy as toys
-from tests import trees
 from tests.toy import Toy, cache_at
 from tests.trees import Result
 
@@ -137,6 +137,10 @@ def test_json_of_every_verb_is_as_its_schema_says(toy: Toy) -> None:
     valid(trees.run(toy, "fetch-base", "--offline", "--json"), "fetch-base", 0)
     rows = valid(trees.run(toy, "roundtrip", "--offline", "--json"), "roundtrip", 0)["rows"]
     assert [row["holds"] for row in rows] == [True]
+    images.Layout(toy.tree.parent / "in").image([images.tar(images.files_of(images.tree_files(toy.tree)))])
+    words = ["--from", toy.tree.parent / "in", "--to", toy.tree.parent / "image", "--role", "prefill", "--json"]
+    assert valid(trees.run(toy, "image", *words, "--platform", "linux/amd64"), "image", 0)["image"]["name"] == "latest"
+    valid(trees.run(toy, "image", *words, "--platform", "linux/s390x"), "image", 1)
     valid(trees.run(toy, "attest", "--out", toy.tree.parent / "out", *root), "attest", 0)
     valid(trees.run(toy, "clean-cache", "--json"), "clean-cache", 3)
 

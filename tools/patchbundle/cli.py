@@ -591,6 +591,59 @@ def attest_command(report: Report, bundle_path: Path, out: Path, key: Path | Non
     return Exit.DONE
 
 
+@apply_cli.command("image")
+@click.option(
+    "--from", "source", type=click.Path(path_type=Path), required=True, help="An OCI layout, or docker's tar."
+)
+@click.option("--to", "out", type=click.Path(path_type=Path), required=True, help="The OCI layout to make.")
+@click.option("--role", type=click.Choice(["prefill", "decode", "router"]), required=True, help="The series to apply.")
+@click.option("--level", metavar="ID", help="Stop at this patch; 'base' is the release itself.  [default: all]")
+@click.option("--revert", "down", is_flag=True, help="Take the series off instead.")
+@click.option("--image", "name", metavar="NAME", help="The image's name or digest, where there are several.")
+@click.option("--platform", metavar="OS/ARCH", help="Of an index this one.  [default: linux, and this machine's]")
+@click.option("--root", metavar="PATH", help="The tree's root in the image, where it holds several.")
+@signature_options
+@_dry
+@verb("image")
+def image_command(report: Report, bundle_path: Path, down: bool, **options: Any) -> Exit:
+    """Apply a series to an image, as one more layer, without a daemon."""
+    from patchbundle import manifest
+
+    image = _extra("image")
+    bundle = manifest.load(bundle_path)
+    _require_signature(report, bundle, options)
+    made = image.patch(bundle, image.Order(direction="revert" if down else "apply", **options), report.progress)
+    for line in made.target.describe():
+        report.say(line)
+    report.result["target"] = {
+        "root": str(made.target.root),
+        "version": made.target.version,
+        "torch": made.target.torch,
+    }
+    report.result["warnings"] = list(made.warnings)
+    report.result["dropped_bytecode"] = list(made.dropped)
+    _plan_result(report, made.state, made.plan)
+    if not made.plan.operations:
+        report.say(f"nothing to do: the image is at level {made.plan.goal.level} ({made.plan.goal.name})")
+        return Exit.NOTHING_TO_DO
+    for path in made.dropped:
+        report.detail(f"  whiteout {path}")
+    if made.layer is None:
+        report.say("dry run: nothing was written")
+        return Exit.DONE
+    report.result["image"] = {
+        "name": made.name,
+        "digest": made.digest,
+        "base": made.base,
+        "layer": made.layer.digest,
+        "size": made.layer.size,
+        "diff_id": made.layer.diff_id,
+    }
+    report.say(f"layer:   {made.layer.digest}, {made.layer.size} bytes")
+    report.say(f"image:   {made.digest}, called {made.name}; its base is {made.base}")
+    return Exit.DONE
+
+
 def _extra(name: str) -> Any:
     """A module of what a workstation has beside the node's tools. It is looked for beside the package."""
     import importlib

@@ -85,6 +85,8 @@ class Reason(Enum):
     SIGNATURE = "a signature is missing or wrong, or could not be made"
     NO_PROGRAM = "a program or package that this needs is not installed"
     OUTPUT = "the place for the output is not free"
+    IMAGE = "the image is not sound, or not the one that was asked for"
+    LAYER = "a layer of the image is not sound"
     LAUNCH = "this combination of gates and arguments would not start"
     # The target.
     NO_TARGET = "no target was found"
@@ -137,6 +139,8 @@ _NEXT = {
     Reason.LAUNCH: "switch the gate off with --off, or change what it needs",
     Reason.SIGNATURE: "do not use this bundle; see docs/provenance.md, 'Keys'",
     Reason.NO_PROGRAM: "install it, then run the command again",
+    Reason.IMAGE: "name another image, or copy it again from where it came",
+    Reason.LAYER: "build the image anew, or copy it again from where it came",
     Reason.OUTPUT: "name another place, or move away what stands there",
     Reason.NO_TARGET: "give --root DIR or --python EXE",
     Reason.TWO_TARGETS: "name one of them with --root",

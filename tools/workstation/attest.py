@@ -22,7 +22,8 @@ def write(stands: Sequence[tuple[Bundle, Base, int]], out: Path, key: Path | Non
     made = {name: data for stand in stands for name, data in provenance.documents(*stand).items()}
     bundle = stands[0][0]
     made[Path(LOCK).name] = bases.read_file(bundle.root / LOCK)
-    with outputs.folder(out) as folder:
+    with outputs.folder(out) as making:
+        folder = making.path
         for name, data in made.items():
             disk.write_file(folder / name, data)
         if key is not None:
