@@ -138,7 +138,15 @@ def test_json_of_every_verb_is_as_its_schema_says(toy: Toy) -> None:
     rows = valid(trees.run(toy, "roundtrip", "--offline", "--json"), "roundtrip", 0)["rows"]
     assert [row["holds"] for row in rows] == [True]
     images.Layout(toy.tree.parent / "in").image([images.tar(images.files_of(images.tree_files(toy.tree)))])
-    words = ["--from", toy.tree.parent / "in", "--to", toy.tree.parent / "image", "--role", "prefill", "--json"]
+    words: list[str | Path] = [
+        "--from",
+        toy.tree.parent / "in",
+        "--to",
+        toy.tree.parent / "image",
+        "--role",
+        "prefill",
+        "--json",
+    ]
     assert valid(trees.run(toy, "image", *words, "--platform", "linux/amd64"), "image", 0)["image"]["name"] == "latest"
     valid(trees.run(toy, "image", *words, "--platform", "linux/s390x"), "image", 1)
     valid(trees.run(toy, "attest", "--out", toy.tree.parent / "out", *root), "attest", 0)

@@ -162,9 +162,28 @@ def real(tmp_path: Path) -> tuple[Toy, Path]:
     )
     wheel = fetch.fetch(base, fetch.default_archive(base))
     root = tmp_path / "site"
-    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--target", root, wheel]
+    words: list[str | Path] = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--target",
+        root,
+        wheel,
+    ]
     subprocess.run([sys.executable, *words], check=True)
-    compiled = ["-m", "compileall", "-q", "-j", "2", root / "sglang/srt/disaggregation", root / "sglang/srt/layers"]
+    compiled: list[str | Path] = [
+        "-m",
+        "compileall",
+        "-q",
+        "-j",
+        "2",
+        root / "sglang/srt/disaggregation",
+        root / "sglang/srt/layers",
+    ]
     subprocess.run([sys.executable, *compiled], check=True)
     layout = tmp_path / "in"
     command("umoci", "init", "--layout", layout)
@@ -179,7 +198,7 @@ def test_the_real_wheel_in_an_image_that_umoci_made_up_and_down(tmp_path: Path) 
     told = image(bundle, layout, tmp_path / "out").table["result"]
     assert told["dropped_bytecode"]
     patched = unpack(tmp_path / "out", "engine", tmp_path / "patched")
-    words = ["--root", patched / SITE, "--expect", "applied", "--full", "--json"]
+    words: list[str | Path] = ["--root", patched / SITE, "--expect", "applied", "--full", "--json"]
     checked = trees.run(bundle, *words, check=True)
     assert checked.code == 0, checked.out
     # In a build step, on the same base.
