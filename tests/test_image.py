@@ -639,7 +639,6 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "deep JSON": lambda root: (root / "index.json").write_text("[" * 100_000),
     "no manifest": lambda root: shutil.rmtree(root / "blobs"),
     "nothing": lambda root: shutil.rmtree(root),
-    "an empty folder": lambda root: [path.unlink() for path in root.rglob("*") if path.is_file()],
 }
 
 
