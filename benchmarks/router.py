@@ -1,177 +1,219 @@
 """What the router costs: requests per second and latency of direct, stock and patched, over 1 to 256 connections.
 
-The servers answer at once, so what is measured is the way through the router. Every round measures all cases in turns
-of a second or less on the same servers' script, and a ratio is always taken within a round: a machine that is slow for
-a while slows all cases. The client and the servers are Python; on two cores they are a large part of every number, and
-the ratios are what counts. Build with ``--profile release`` for figures about a deployment.
+Servers and clients are a compiled program of their own (``benchmarks/router_load.rs``) that does next to nothing, so
+that the router is what is measured. Each case is compared with stock in quartets of short blocks, stock case case stock
+and the other way round in turn: a machine that is slow for a while slows both, and one that drifts does so for both.
+One quartet gives one ratio; what counts is the median over all of them, and its interval says how far it can be
+trusted. A second stock router is a case as well: it shows what two equal routers differ by.
 
-Run: ``python -m benchmarks.router``
+Build with ``--profile release`` for figures about a deployment. Run: ``python -m benchmarks.router --out RESULT.json``
 """
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import itertools
 import json
+import math
+import os
+import platform
 import statistics
-import time
-from collections.abc import Awaitable, Callable
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import click
 
 from benchmarks.report import Row, show
+from lab.load.accounting import quantile
 from lab.router.build import BUNDLE_OPTION, Builder, BuildError
 from lab.router.harness import EVEN, ONE_SHOT, Bench, chat
 from patchbundle.errors import BundleError
 
 LOAD = {"SMG_PD_LOAD_AT_DISPATCH": "1"}
+STOCK = "stock"
 CASES: dict[str, tuple[str, dict[str, str]]] = {
-    "stock": ("stock", {}),
+    "stock, a second one": ("stock", {}),
     "patched, gates unset": ("patched", {}),
     "load at dispatch": ("patched", LOAD),
     "both gates": ("patched", LOAD | {"SMG_PD_STRICT_ACK": "1"}),
 }
+DIRECT = "direct, no router"
 CONNECTIONS = (1, 4, 16, 64, 256)
-# What the patches may cost, as the median over the rounds.
+# What the patches may cost, as the median over the quartets.
 BOUNDS = {"per_second": ">= 0.98", "p99_ms": "<= 1.05"}
-Ask = Callable[[aiohttp.ClientSession], Awaitable[bool]]
+UNITS = {"requests": "requests", "per_second": "req/s", "p50_ms": "ms", "p99_ms": "ms", "cpu_us": "us"}
+CONFIDENCE = 0.95
 
 
 @dataclass
-class Sample:
-    """What one case brought in one round: seconds of each request, and seconds of all its turns."""
+class Block:
+    """One case asked for a while: seconds of each request, seconds in all, and CPU seconds of its router."""
 
-    times: list[float] = field(default_factory=list)
-    seconds: float = 0.0
+    times: list[float]
+    seconds: float
+    cpu: float
+
+    def __add__(self, other: Block) -> Block:
+        return Block(self.times + other.times, self.seconds + other.seconds, self.cpu + other.cpu)
 
     @property
     def figures(self) -> dict[str, float]:
-        """Requests, requests per second, and the median and the 99th percentile in milliseconds."""
-        ordered = sorted(self.times)
+        """Requests per second, median and 99th percentile in milliseconds, CPU of the router in us a request."""
         return {
-            "requests": len(ordered),
-            "per_second": len(ordered) / self.seconds,
-            "p50_ms": statistics.median(ordered) * 1e3,
-            "p99_ms": ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] * 1e3,
+            "requests": len(self.times),
+            "per_second": len(self.times) / self.seconds,
+            "p50_ms": quantile(self.times, 0.5) * 1e3,
+            "p99_ms": quantile(self.times, 0.99) * 1e3,
+            "cpu_us": self.cpu / len(self.times) * 1e6,
         }
 
 
-async def measure(ask: Ask, connections: int, seconds: float, sample: Sample) -> None:
-    """Ask over some connections for some seconds, and add what that took to ``sample``."""
-    failed = 0
-    begin = time.perf_counter()
-    until = begin + seconds
+def middle(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
+    """Median, and the interval of order statistics that holds the true median with at least that confidence.
 
-    async def client(session: aiohttp.ClientSession) -> None:
-        nonlocal failed
-        while (asked := time.perf_counter()) < until:
-            failed += not await ask(session)
-            sample.times.append(time.perf_counter() - asked)
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(client(session) for _ in range(connections)))
-    sample.seconds += time.perf_counter() - begin
-    if failed:
-        raise click.ClickException(f"{failed} of {len(sample.times)} requests failed; nothing is measured")
+    Nothing is assumed of the values but that they are independent. With too few of them it is all of their range.
+    """
+    ordered, tail, out = sorted(values), 0.0, 0
+    while out < len(ordered) // 2:
+        tail += math.comb(len(ordered), out) / 2 ** len(ordered)
+        if tail > (1 - confidence) / 2:
+            break
+        out += 1
+    low = max(out - 1, 0)
+    return statistics.median(ordered), ordered[low], ordered[len(ordered) - 1 - low]
 
 
-def through(bench: Bench, stream: bool) -> Ask:
-    """Ask the router of a bench."""
-    body = chat(stream, "benchmark")
-
-    async def ask(session: aiohttp.ClientSession) -> bool:
-        async with session.post(bench.router + "/v1/chat/completions", json=body) as response:
-            await response.read()
-            return response.status == 200
-
-    return ask
+def cpu_seconds(pid: int) -> float:
+    """CPU time that the living threads of a process have had, in seconds; a router keeps its threads."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
-def past(bench: Bench, stream: bool) -> Ask:
-    """Ask both servers of a bench as the router would, without it."""
-    rooms = itertools.count(1)
-    ports = (bench.prefill_ports[0], bench.decode_ports[0])
+class Generator:
+    """The compiled servers and clients."""
 
-    async def leg(session: aiohttp.ClientSession, port: int, body: dict[str, Any]) -> bool:
-        async with session.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as response:
-            await response.read()
-            return response.status == 200
+    def __init__(self, folder: str, stream: bool) -> None:
+        self.program = Path(folder) / "load"
+        source = Path(__file__).with_name("router_load.rs")
+        subprocess.run(["rustc", "-O", "--edition", "2021", "-o", self.program, source], check=True)
+        self.body = json.dumps(chat(stream, "benchmark"), separators=(",", ":")).encode()
 
-    async def ask(session: aiohttp.ClientSession) -> bool:
-        body = chat(stream, "benchmark") | {"bootstrap_room": next(rooms)}
-        return all(await asyncio.gather(*(leg(session, port, body) for port in ports)))
+    def servers(self, model: Path, ports: Sequence[int]) -> list[str]:
+        """The command line of workers on ``ports``."""
+        return [str(self.program), "serve", str(model), *map(str, ports)]
 
-    return ask
+    def block(self, bench: Bench, connections: int, seconds: float, direct: bool = False) -> Block:
+        """Ask the router of a bench, or both of its servers at once without it.
+
+        Raises:
+            click.ClickException: a request failed; then nothing is measured.
+        """
+        ports = [*bench.prefill_ports, *bench.decode_ports] if direct else [int(bench.router.rpartition(":")[2])]
+        command = [str(self.program), "ask", str(seconds), str(connections), *map(str, ports)]
+        before = cpu_seconds(bench.router_process.pid)
+        done = subprocess.run(command, input=self.body, capture_output=True)
+        after = cpu_seconds(bench.router_process.pid)
+        if done.returncode:
+            raise click.ClickException(f"a request failed: {done.stderr.decode(errors='replace')[-500:]}")
+        lasted, *times = (int(line) / 1e9 for line in done.stdout.split())
+        return Block(times, lasted, after - before)
 
 
 @click.command()
 @BUNDLE_OPTION
-@click.option("--rounds", type=int, default=3, show_default=True)
-@click.option("--seconds", type=float, default=6.0, show_default=True, help="Of one case in one round.")
-@click.option("--turns", type=int, default=8, show_default=True, help="In so many pieces, the cases taking turns.")
+@click.option("--quartets", type=click.IntRange(1), default=12, show_default=True, help="Of each case and connections.")
+@click.option("--seconds", type=float, default=0.5, show_default=True, help="Of one block; a quartet has four.")
+@click.option("--connections", type=int, multiple=True, default=CONNECTIONS, show_default=True)
 @click.option("--profile", type=click.Choice(["dev", "release"]), default="dev", show_default=True)
 @click.option("--stream/--no-stream", default=True, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a measurement.")
-def main(root: Path, rounds: int, seconds: float, turns: int, profile: str, stream: bool, as_json: bool) -> None:
-    """Measure and print a row for each case, number of connections and round, with its ratio to stock in that round.
+@click.option("--out", type=click.Path(path_type=Path), help="Write every ratio here, as JSON.")
+@click.option("--json", "as_json", is_flag=True)
+def main(
+    root: Path,
+    quartets: int,
+    seconds: float,
+    connections: tuple[int, ...],
+    profile: str,
+    stream: bool,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare each case with stock and print medians of the ratios, with their intervals.
 
-    Exit code 1 if the median ratio of a patched case is beyond its bound.
+    Exit code 1 if a median of a patched case is beyond its bound.
     """
     try:
         builds = {variant: Builder(root, profile).build(variant) for variant in ("stock", "patched")}
     except (BuildError, BundleError) as error:
         raise click.ClickException(str(error)) from None
+    measured: list[dict[str, Any]] = []
     with ExitStack() as stack:
+        generator = Generator(stack.enter_context(tempfile.TemporaryDirectory()), stream)
         benches = {
-            case: stack.enter_context(Bench(builds[variant], environment=gates, flags=(*ONE_SHOT, *EVEN), decodes=1))
-            for case, (variant, gates) in CASES.items()
-        }
-        for bench in benches.values():
-            bench.run(bench.script(p_delay=0, d_first=0, d_tokens=1, d_gap=0))
-        asks = {case: (bench, through(bench, stream)) for case, bench in benches.items()}
-        asks["direct"] = (benches["stock"], past(benches["stock"], stream))
-        ratios: dict[tuple[str, int, str], list[float]] = {}
-        if not as_json:
-            click.echo(
-                f"{'round':>5} {'connections':>11} {'case':22} {'per s':>8} {'p50 ms':>8} {'p99 ms':>8}  to stock"
-            )
-        for number, connections in itertools.product(range(1, rounds + 1), CONNECTIONS):
-            samples = {case: Sample() for case in asks}
-            for turn in range(turns):
-                # Whoever comes first in one turn comes last in the next.
-                for case in list(asks)[:: -1 if turn % 2 else 1]:
-                    bench, ask = asks[case]
-                    bench.run(measure(ask, connections, seconds / turns, samples[case]))
-            stock = samples["stock"].figures
-            for case, sample in samples.items():
-                row = sample.figures
-                compared = {name: row[name] / stock[name] for name in ("per_second", "p50_ms", "p99_ms")}
-                for name, value in compared.items():
-                    ratios.setdefault((case, connections, name), []).append(value)
-                if as_json:
-                    click.echo(json.dumps({"round": number, "connections": connections, "case": case} | row))
-                    continue
-                figures = f"{row['per_second']:8.1f} {row['p50_ms']:8.2f} {row['p99_ms']:8.2f}"
-                told = " ".join(f"{value:.3f}" for value in compared.values())
-                click.echo(f"{number:>5} {connections:>11} {case:22} {figures}  {told}")
-        show(
-            [
-                Row(
-                    f"{case}, {connections:>3} connections: {name} to stock",
-                    statistics.median(values),
-                    "x",
-                    BOUNDS[name],
+            case: stack.enter_context(
+                Bench(
+                    builds[variant], environment=gates, flags=(*ONE_SHOT, *EVEN), decodes=1, servers=generator.servers
                 )
-                for (case, connections, name), values in ratios.items()
-                if case in CASES and case != "stock" and name in BOUNDS
-            ],
-            as_json,
-        )
+            )
+            for case, (variant, gates) in {STOCK: ("stock", dict[str, str]()), **CASES}.items()
+        }
+        benches[DIRECT] = benches[STOCK]
+        for count in connections:
+            for bench in benches.values():
+                generator.block(bench, count, seconds)
+            for number, case in itertools.product(range(quartets), (*CASES, DIRECT)):
+                order = (STOCK, case, case, STOCK) if number % 2 else (case, STOCK, STOCK, case)
+                blocks = [(name, generator.block(benches[name], count, seconds, name == DIRECT)) for name in order]
+                one, stock = (
+                    sum((block for name, block in blocks if name == wanted), Block([], 0.0, 0.0)).figures
+                    for wanted in (case, STOCK)
+                )
+                measured.append(
+                    {
+                        "label": f"{count:>3} connections, {case}",
+                        "patched": CASES.get(case, (STOCK,))[0] == "patched",
+                        "figures": one,
+                        "stock": stock,
+                        "ratios": {name: one[name] / stock[name] for name in one if name != "requests"},
+                    }
+                )
+    found = [row for label in dict.fromkeys(one["label"] for one in measured) for row in summary(label, measured)]
+    if out:
+        made = {
+            "script": "benchmarks/router.py",
+            "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+            "torch": "none",
+            "seed": 0,
+            "profile": profile,
+            "stream": stream,
+            "quartets": quartets,
+            "seconds": seconds,
+            "rows": [asdict(row) | {"holds": row.holds} for row in found],
+            "measured": measured,
+        }
+        out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    show(found, as_json)
+
+
+def summary(label: str, measured: list[dict[str, Any]]) -> list[Row]:
+    """Medians of the quartets of one label: of its figures, and of its ratios to stock with their intervals."""
+    own = [one for one in measured if one["label"] == label]
+    bounds = BOUNDS if own[0]["patched"] else {}
+    found = [
+        Row(f"{label}: {name}", statistics.median(one["figures"][name] for one in own), UNITS[name])
+        for name in own[0]["figures"]
+    ]
+    for name in own[0]["ratios"]:
+        median, low, high = middle([one["ratios"][name] for one in own])
+        found.append(Row(f"{label}: {name} to stock", median, "x", bounds.get(name)))
+        found += [Row(f"{label}: {name} to stock, {end}", value, "x") for end, value in (("low", low), ("high", high))]
+    return found
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Everything binds to and talks to 127.0.0.1. A stock router is never started with
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -46,6 +47,15 @@ def free_ports(count: int) -> list[int]:
     finally:
         for one in held:
             one.close()
+
+
+def waited(pid: int) -> float:
+    """Seconds that the threads of a process were ready to run and had no processor; 0 of a process that has ended."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):
+            total += int(task.read_text().split()[1])
+    return total / 1e9
 
 
 @dataclass
@@ -98,7 +108,8 @@ class Bench:
 
     ``decodes`` D servers, each of ``dp`` ranks when ``dp_aware``; ``prefills`` P servers of ``prefill_dp`` ranks.
     ``regular``: no PD, D servers that need no P. ``apart``: each D server is a process of its own, which P's KV cannot
-    reach (script ``d_no_kv``). ``environment`` is added to the router's. Use as a context manager.
+    reach (script ``d_no_kv``). ``environment`` is added to the router's. ``servers``: the command line of other servers
+    than the scripted ones, from a model folder and ports; they have no script. Use as a context manager.
     """
 
     def __init__(
@@ -115,12 +126,13 @@ class Bench:
         regular: bool = False,
         apart: bool = False,
         policy: str = "cache_aware",
+        servers: Callable[[Path, Sequence[int]], list[str]] | None = None,
     ) -> None:
         if dp_aware and not regular and "dp-aware-pd-dispatch" not in built.receipt["patches"]:
             raise ValueError("a PD router without dp-aware-pd-dispatch must not run --dp-aware: it leaves 127.0.0.1")
         self.built, self.flags, self.environment = built, tuple(flags), dict(environment or {})
         self.decodes, self.prefills, self.dp, self.dp_aware, self.regular = decodes, prefills, dp, dp_aware, regular
-        self.policy, self.prefill_dp, self.apart = policy, prefill_dp, apart
+        self.policy, self.prefill_dp, self.apart, self.servers = policy, prefill_dp, apart, servers
         self.processes: list[subprocess.Popen[bytes]] = []
         self.runner = asyncio.Runner()
 
@@ -156,6 +168,8 @@ class Bench:
         self.controls, self.server_processes = [f"http://127.0.0.1:{group[0]['port']}/control" for group in groups], []
         for index, group in enumerate(groups):
             command = [sys.executable, "-m", "lab.router.servers", json.dumps(group), str(model)]
+            if self.servers:
+                command = self.servers(model, [server["port"] for server in group])
             self._run(f"servers{index}", command, {"PYTHONPATH": str(REPOSITORY)})
             self.server_processes.append(self.processes[-1])
         for index, url in enumerate(self.controls):
@@ -299,25 +313,16 @@ class Bench:
                 return seen, loads
             await asyncio.sleep(0.02)
 
-    async def lag(self) -> float:
-        """Seconds of one question to the router and to each process of servers: what this machine needs for nothing.
-
-        A promise in seconds is one about the router; a test on a busy machine allows this beside it.
-        """
-        begin = time.monotonic()
-        await self.loads()
-        await self.seen()
-        return time.monotonic() - begin
-
     async def watched(self, work: Coroutine[Any, Any, T]) -> tuple[T, float]:
-        """What ``work`` gives, and the longest lag before, during and after it: a process that stood still meanwhile
-        answered late there too."""
-        lags = [await self.lag()]
-        task = asyncio.ensure_future(work)
-        while not task.done():
-            await asyncio.wait([task], timeout=0.05)
-            lags.append(await self.lag())
-        return await task, max(lags)
+        """What ``work`` gives, and how many seconds this process, the router and the servers were ready to run and had
+        no processor meanwhile.
+
+        A promise in seconds is one about the router; a test on a busy machine takes this off, and nothing else.
+        """
+        pids = [os.getpid(), *(process.pid for process in self.processes)]
+        before = {pid: waited(pid) for pid in pids}
+        result = await work
+        return result, sum(max(0.0, waited(pid) - before[pid]) for pid in pids)
 
     async def ask(
         self,
