@@ -12,12 +12,19 @@ from pathlib import Path
 
 from lab.rig import cache, environment
 from lab.rig.errors import RigError
-from lab.rig.standins import patches
-from lab.rig.standins.errors import StandInConflict
+from lab.rig.standins import patches, targets
+from lab.rig.standins.errors import StandInError
 from lab.rig.tree import RELEASES, REPOSITORY, Tree, find, recognise
 
 Say = Callable[[str], None]
 NEEDED = 400_000_000
+
+
+def _packages(role: str, say: Say) -> Path:
+    """The folder with everything that the environment of ``role`` has installed."""
+    python = environment.ensure(RELEASES[role], say)
+    (site,) = python.parent.parent.glob("lib/python3*/site-packages")
+    return site
 
 
 def stock(role: str, say: Say = lambda text: None) -> Path:
@@ -26,8 +33,7 @@ def stock(role: str, say: Say = lambda text: None) -> Path:
     The environment's own folder cannot stand first on PYTHONPATH: it holds every other package too.
     """
     release = RELEASES[role]
-    python = environment.ensure(release, say)
-    (site,) = python.parent.parent.glob("lib/python3*/site-packages")
+    site = _packages(role, say)
     record = site / f"sglang-{release}.dist-info" / "RECORD"
     text = record.read_text(encoding="utf-8")
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -85,15 +91,17 @@ def patched(role: str, say: Say = lambda text: None) -> Path:
     return cache.ensure(f"trees/patched-{RELEASES[role]}", digest, build, NEEDED)
 
 
-def see_patches(role: str, root: Path, say: Say = lambda text: None) -> None:
-    """Refuse a tree in which a stand-in would take the place of a function that was patched.
+def see_stand_ins(tree: Tree, patched: bool, say: Say = lambda text: None) -> None:
+    """Refuse a tree in which a stand-in's target moved, or would take the place of a function that was patched.
 
     Raises:
         RigError: kind ``stand-in``, naming every such stand-in.
     """
     try:
-        patches.check(role, stock(role, say), root)
-    except StandInConflict as error:
+        targets.check(tree.version, [tree.root, _packages(tree.role, say)])
+        if patched:
+            patches.check(tree.role, stock(tree.role, say), tree.root)
+    except StandInError as error:
         raise RigError("stand-in", str(error)) from error
 
 
@@ -123,8 +131,7 @@ def gather(
         level = recognise(tree, allow_drift)
         if kind == "stock" and level != "base" and not (any_level or allow_drift):
             raise RigError("drift", f"{path} is to be the stock {role} tree but stands at {level}")
-        if level != "base":
-            see_patches(role, tree.root, say)
+        see_stand_ins(tree, level != "base", say)
         say(f"{role} {kind}: {tree.root} is sglang {tree.version}, {level}")
         found[role, kind] = tree
     return found

@@ -20,6 +20,8 @@ from click.testing import CliRunner
 from lab.rig import boot, cache, client, deployment, engine, environment, leash, ports, runner, table, tree, trees
 from lab.rig.cli import main
 from lab.rig.errors import RigError
+from lab.rig.standins import patches, targets
+from lab.rig.standins.table import StandIn
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +131,35 @@ def test_a_patched_tree_does_not_pass_for_stock(tmp_path: Path) -> None:
     _change(root)
     with pytest.raises(RigError):
         trees.gather({("decode", "stock"): root}, {("decode", "stock")}, allow_drift=False)
+
+
+def test_a_tree_in_which_a_stand_ins_target_moved_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "env/lib/python3.11/site-packages"
+    site.mkdir(parents=True)
+    monkeypatch.setattr(environment, "ensure", lambda release, say: tmp_path / "env/bin/python")
+    root = make_tree(tmp_path / "t")
+    with pytest.raises(RigError, match=r"get_rope_cpu.*no module sglang") as caught:
+        trees.gather({("decode", "stock"): root}, {("decode", "stock")}, allow_drift=False)
+    assert caught.value.kind == "stand-in"
+
+
+def test_a_stand_in_that_hides_a_patch_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = StandIn("sglang.srt.server_args:x", "checks:YES", "set", "check", "x", "x", "x")
+    for module in (targets, patches):
+        monkeypatch.setattr(module, "for_version", lambda version: (hidden,))
+    monkeypatch.setattr(trees, "_packages", lambda role, say: tmp_path)
+    base, root = make_tree(tmp_path / "base"), make_tree(tmp_path / "t")
+    _change(root)
+    monkeypatch.setattr(trees, "stock", lambda role, say: base)
+    with pytest.raises(RigError, match="a patch changes it") as caught:
+        trees.gather({("decode", "patched"): root}, {("decode", "patched")}, allow_drift=True)
+    assert caught.value.kind == "stand-in"
+    _change(base)
+    trees.gather({("decode", "patched"): root}, {("decode", "patched")}, allow_drift=True)
 
 
 # cache
