@@ -7,8 +7,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +22,7 @@ from patchbundle.errors import BundleError, Exit, Reason
 if TYPE_CHECKING:
     from patchbundle.manifest import Bundle
     from patchbundle.plan import Plan
-    from patchbundle.state import State
+    from patchbundle.processes import Census, Process
     from patchbundle.target import Target
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -194,7 +195,7 @@ def _discover(report: Report, bundle: Bundle, options: Mapping[str, Any]) -> Tar
     return target
 
 
-def _plan_result(report: Report, state: State, plan: Plan) -> None:
+def _plan_result(report: Report, plan: Plan) -> None:
     report.result["plan"] = {
         "base": plan.base.id,
         "from": plan.start.name,
@@ -224,13 +225,64 @@ def apply_cli() -> None:
     """
 
 
+def _tell_running(report: Report, root: Path, refuse: bool) -> None:
+    """Warn of what runs from the tree that is about to change, or refuse.
+
+    Raises:
+        BundleError: RUNNING.
+    """
+    from patchbundle import processes
+
+    try:
+        census = processes.of_tree(root, time.time())
+    except OSError:
+        if refuse:
+            raise
+        return
+    found = [f"{process.name}, pid {process.pid}" for process in census.processes]
+    if refuse and found:
+        raise BundleError(Reason.RUNNING, str(root), expected="no process that runs from it", found="; ".join(found))
+    warnings = [f"{process}, runs from this tree: it keeps the old code until it is restarted" for process in found]
+    if refuse and census.closed:
+        warnings.append(f"{census.closed} interpreters of other users cannot be looked into")
+    _warn(report, warnings)
+
+
+def _warn(report: Report, warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        report.result["warnings"].append(warning)
+        report.say(f"warning: {warning}")
+
+
+def _overlay(
+    report: Report, bundle: Bundle, target: Target, to: str | None, release: str | None, place: Path, dry_run: bool
+) -> Exit:
+    from patchbundle import overlay
+
+    place = place.absolute()
+    plan = overlay.make(bundle, target, place, to, release=release, dry_run=dry_run, progress=report.progress)
+    _plan_result(report, plan)
+    if dry_run:
+        report.say("dry run: nothing was written")
+        return Exit.DONE
+    report.say(f"done: level {plan.goal.level} ({plan.goal.name}) in {place}; {target.root} is as it was")
+    for line in overlay.uses(place, target.root, plan.base):
+        report.say(f"  {line}")
+    other = overlay.shadow(place, plan.base)
+    if other is not None:
+        _warn(report, [f"{other} comes before it for what is started in this folder with -m or -c"])
+    return Exit.DONE
+
+
 def _change(direction: str) -> Callable[..., Exit]:
     def run(
         report: Report,
         bundle_path: Path,
         to: str | None,
         dry_run: bool,
+        refuse_if_running: bool,
         release: str | None = None,
+        overlay: Path | None = None,
         **options: Any,
     ) -> Exit:
         from patchbundle import manifest, preflight, transaction, work
@@ -241,27 +293,25 @@ def _change(direction: str) -> Callable[..., Exit]:
         if direction == "apply":
             _require_signature(report, bundle, options)
         target = _discover(report, bundle, options)
+        if overlay is not None:
+            return _overlay(report, bundle, target, to, release, overlay, dry_run)
         # The lock first: a plan made without it may be out of date when it is carried out.
         with Tree(target.root) if dry_run else transaction.locked(target.root) as tree:
             state, plan = work.make_plan(bundle, target, direction, to, release=release, tree=tree)
-            _plan_result(report, state, plan)
+            _plan_result(report, plan)
             if not plan.operations:
                 report.say(f"nothing to do: the tree is at level {plan.goal.level} ({plan.goal.name})")
                 return Exit.NOTHING_TO_DO
+            _tell_running(report, target.root, refuse_if_running)
             if not isinstance(tree, Disk):
-                warnings = preflight.check(tree, plan, target.mirrors)
-                report.result["warnings"] += warnings
-                for warning in warnings:
-                    report.say(f"warning: {warning}")
+                _warn(report, preflight.check(tree, plan, target.mirrors))
                 report.say("dry run: nothing was written")
                 return Exit.DONE
             outcome = work.execute(bundle, target, state, plan, report.progress, disk=tree)
         report.result["dropped_bytecode"] = list(outcome.dropped)
-        report.result["warnings"] += outcome.warnings
         for path in outcome.dropped:
             report.detail(f"  dropped {path}")
-        for warning in outcome.warnings:
-            report.say(f"warning: {warning}")
+        _warn(report, outcome.warnings)
         report.say(f"done: level {plan.goal.level} ({plan.goal.name}); restart what runs from this tree")
         return Exit.DONE
 
@@ -273,6 +323,7 @@ _release = click.option(
     "--release", metavar="VERSION", help="Go to this filed release instead, up or down.  [default: the bundle at work]"
 )
 _dry = click.option("-n", "--dry-run", is_flag=True, help="Check everything, write nothing.")
+_running = click.option("--refuse-if-running", is_flag=True, help="Refuse while a process runs from the tree.")
 
 
 @apply_cli.command("apply")
@@ -280,6 +331,13 @@ _dry = click.option("-n", "--dry-run", is_flag=True, help="Check everything, wri
 @_to
 @_release
 @_dry
+@_running
+@click.option(
+    "--overlay",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Leave the tree as it is; make a patched copy of its package in this new or empty folder.",
+)
 @signature_options
 @verb("apply")
 def apply_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
@@ -291,6 +349,7 @@ def apply_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
 @target_options
 @_to
 @_dry
+@_running
 @verb("revert")
 def revert_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
     """Take the series off, down to --to."""
@@ -313,8 +372,8 @@ def plan_command(
         raise click.UsageError("--release is a way up; --revert goes by the bundle that knows the tree")
     bundle = manifest.load(bundle_path)
     target = _discover(report, bundle, options)
-    state, plan = work.make_plan(bundle, target, "revert" if down else "apply", to, release=release)
-    _plan_result(report, state, plan)
+    _, plan = work.make_plan(bundle, target, "revert" if down else "apply", to, release=release)
+    _plan_result(report, plan)
     if not plan.operations:
         report.say("nothing to do")
         return Exit.NOTHING_TO_DO
@@ -334,6 +393,22 @@ def _router_status(report: Report, bundle: Bundle, path: Path) -> Exit:
     return Exit.DONE if name else Exit.REFUSED
 
 
+def _process(process: Process) -> dict[str, Any]:
+    started = datetime.fromtimestamp(process.started, timezone.utc).isoformat(timespec="seconds")
+    return {**vars(process), "started": started, "known_by": list(process.known_by)}
+
+
+def _say_processes(report: Report, census: Census) -> None:
+    for process in census.processes:
+        row = _process(process)
+        code = "OLD CODE, from before the change" if process.older else "started after the change"
+        report.say(f"process: {process.name}, pid {process.pid}, since {row['started']}: {code}")
+        gates = ["may not be looked at"] if process.gates is None else [f"{k}={v}" for k, v in process.gates.items()]
+        report.say(f"         known by {', '.join(process.known_by)}; gates: {', '.join(gates) or 'none set'}")
+    if census.closed:
+        report.say(f"closed:  {census.closed} interpreters of other users cannot be looked into")
+
+
 @apply_cli.command("status")
 @target_options
 @click.option(
@@ -341,8 +416,9 @@ def _router_status(report: Report, bundle: Bundle, path: Path) -> Exit:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Tell what this wheel or binary of the router was built from, instead of where a tree stands.",
 )
+@click.option("--processes", is_flag=True, help="Tell every process that runs from the tree, with its gates.")
 @verb("status")
-def status_command(report: Report, bundle_path: Path, router: Path | None, **options: Any) -> Exit:
+def status_command(report: Report, bundle_path: Path, router: Path | None, processes: bool, **options: Any) -> Exit:
     """Tell where a tree stands, file by file. Needs no lock and no write access.
 
     Exit code 0 at a known level, 1 if the tree has drifted, 4 if a run was interrupted.
@@ -351,7 +427,7 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, **opt
 
     bundle = manifest.load(bundle_path)
     if router is not None:
-        if any(options.values()):
+        if any(options.values()) or processes:
             raise click.UsageError("--router is about a file: it goes with no option of a target")
         return _router_status(report, bundle, router)
     target = _discover(report, bundle, options)
@@ -372,7 +448,9 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, **opt
         "unexpected": list(state.unexpected),
         "gates": status.gates,
         "stale_bytecode": [str(cache.folder / cache.path) for cache in status.stale],
-        "older_processes": [{"pid": process.pid, "name": process.name} for process in status.processes],
+        "older_processes": [{"pid": process.pid, "name": process.name} for process in status.census.older],
+        "processes": [_process(process) for process in status.census.processes] if processes else None,
+        "closed_processes": status.census.closed if processes else None,
     }
     report.say(f"base:    {state.base.id} ({state.base.role})")
     if state.level is not None:
@@ -390,7 +468,9 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, **opt
         report.say(f"gate:    {name}={value}")
     for cache in status.stale:
         report.say(f"stale bytecode: {cache.folder / cache.path} ({cache.kind})")
-    for process in status.processes:
+    if processes:
+        _say_processes(report, status.census)
+    for process in () if processes else status.census.older:
         report.say(f"running since before the change: {process.name}, pid {process.pid}")
     return Exit.DONE if state.level is not None else Exit.REFUSED
 
@@ -408,6 +488,9 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, **opt
 @click.option(
     "--router", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The router's binary, for no tree."
 )
+@click.option(
+    "--overlay", metavar="DIR", type=click.Path(path_type=Path), help="An overlay, which CMD gets first on PYTHONPATH."
+)
 @click.option("-n", "--dry-run", is_flag=True, help="Verify, start nothing.")
 @verb("exec")
 def exec_command(
@@ -419,6 +502,7 @@ def exec_command(
     root: Path | None,
     python: str | None,
     router: Path | None,
+    overlay: Path | None,
     dry_run: bool,
 ) -> Exit:
     """Verify the tree of a ROLE without writing anything, then become CMD. What does not hold is refused.
@@ -428,22 +512,24 @@ def exec_command(
     from patchbundle import guard, manifest
     from patchbundle import target as target_module
 
-    if sum(place is not None for place in (root, python, router)) > 1:
-        raise click.UsageError("give one of --root, --python and --router")
+    if sum(place is not None for place in (root, python, router, overlay)) > 1:
+        raise click.UsageError("give one of --root, --python, --router and --overlay")
     if not (command or dry_run):
         raise click.UsageError("name the command after --")
     bundle = manifest.load_pins(bundle_path)
+    environment = dict(os.environ) if overlay is None else guard.with_first(overlay.absolute(), os.environ)
     if router is not None:
         if role != "router":
             raise click.UsageError("--router goes with the role router")
         report.result["name"] = guard.verify_router(bundle, router, expect)
     else:
+        place = overlay or root
         target = target_module.discover(
-            bundle, root=root, python=None if root else python or guard.interpreter_of(command), role=role
+            bundle, root=place, python=None if place else python or guard.interpreter_of(command), role=role
         )
-        report.result["name"] = guard.verify(bundle, target, expect)
+        report.result["name"] = guard.verify(bundle, target, expect, environment)
     if not dry_run:
-        guard.become(command, os.environ)
+        guard.become(command, environment)
     report.say(f"holds:   {report.result['name']}")
     return Exit.DONE
 
@@ -800,10 +886,21 @@ def clean_command(report: Report, bundle_path: Path) -> Exit:
 @click.option("--full", is_flag=True, help="Compare every file of the target with the pinned release.")
 @signature_options
 @click.option(
+    "--bytecode", metavar="EXE", help="Prove that what this interpreter would run for a pinned module is of its source."
+)
+@click.option(
     "--evidence", is_flag=True, help="Check every figure and every link upstream. Needs the whole repository."
 )
 @verb("check")
-def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, evidence: bool, **options: Any) -> Exit:
+def check_cli(
+    report: Report,
+    bundle_path: Path,
+    expect: str,
+    full: bool,
+    bytecode: str | None,
+    evidence: bool,
+    **options: Any,
+) -> Exit:
     """Verify the bundle itself and, with --root or --python, a target. Read-only.
 
     \b
@@ -828,8 +925,8 @@ def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, eviden
     if evidence:
         _check_evidence(report, bundle_path)
     if options["root"] is None and options["python"] is None:
-        if full or expect != "any" or options["role"] or options["require_torch"]:
-            raise click.UsageError("--expect, --full, --role and --require-torch need --root or --python")
+        if full or bytecode or expect != "any" or options["role"] or options["require_torch"]:
+            raise click.UsageError("--expect, --full, --bytecode, --role and --require-torch need --root or --python")
         return Exit.DONE
     target = _discover(report, bundle, options)
     state, attestation = work.check_target(bundle, target, None if expect == "any" else expect, full)
@@ -847,6 +944,12 @@ def check_cli(report: Report, bundle_path: Path, expect: str, full: bool, eviden
         report.say(f"release: {attestation.checked} files as in {attestation.archive}, {len(attestation.extra)} extra")
         for path in attestation.extra:
             report.detail(f"  extra {path}")
+    if bytecode is not None:
+        from patchbundle import proof
+
+        made = proof.prove(target.root, [file.path for file in state.files if file.found.is_file], bytecode)
+        report.result["bytecode"] = vars(made)
+        report.say(f"bytecode: {made.proven} compiled files are of the pinned sources, {made.stale} would be made anew")
     return Exit.DONE
 
 

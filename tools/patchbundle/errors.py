@@ -111,6 +111,8 @@ class Reason(Enum):
     STOPPED = "the file system failed while the tree was being changed"
     UNREADABLE = "a file or folder cannot be read"
     NO_BINARY = "the file is no build of the router"
+    RUNNING = "processes run from this tree"
+    OVERLAY = "an overlay cannot be made there"
     SHADOWED = "another copy of the engine would be imported in place of the verified tree"
     NO_COMMAND = "the command cannot be started"
     # Bases.
@@ -164,6 +166,8 @@ _NEXT = {
     Reason.STOPPED: "mend the cause, then run the command again",
     Reason.UNREADABLE: "run as a user who may read the tree",
     Reason.NO_BINARY: "name the wheel, or sglang_router/sglang_router_rs.abi3.so of an installation",
+    Reason.RUNNING: "stop them, then run the command again",
+    Reason.OVERLAY: "name a new or empty folder outside of the tree; what a killed run left may be removed",
     Reason.SHADOWED: "start it from another folder, or set PYTHONSAFEPATH=1; take the other copy off PYTHONPATH",
     Reason.NO_COMMAND: "name a program that this user may start",
     Reason.ARCHIVE: "see config/bases.toml, then run: tools/apply.py fetch-base",

@@ -30,15 +30,17 @@ def interpreter_of(command: Sequence[str]) -> str | None:
     return command[0] if command and _PYTHON.fullmatch(Path(command[0]).name) else None
 
 
-def verify(bundle: Bundle, target: Target, expect: str) -> str:
-    """Verify a tree as :func:`work.check_target` does, and that nothing is imported in its place; returns its level.
+def verify(bundle: Bundle, target: Target, expect: str, environment: Mapping[str, str]) -> str:
+    """Verify a tree as :func:`work.check_target` does, and that with this environment nothing is imported in its place.
+
+    Returns its level.
 
     Raises:
         BundleError: as there; SHADOWED.
     """
     state, _ = work.check_target(bundle, target, expect, full=False)
     marker = state.base.marker.partition("/")[0]
-    other = None if state.base.is_crate else shadow(target.root, marker, os.environ, Path.cwd())
+    other = None if state.base.is_crate else shadow(target.root, marker, environment, Path.cwd())
     if other is not None:
         raise BundleError(Reason.SHADOWED, str(other), expected=f"{marker} from {target.root} alone")
     return state.level_name
@@ -85,6 +87,12 @@ def shadow(root: Path, package: str, environment: Mapping[str, str], here: Path)
             if (place / name).exists():
                 return (place / name).absolute()
     return None
+
+
+def with_first(place: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with ``place`` first on PYTHONPATH."""
+    listed = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": f"{place}:{listed}" if listed else str(place)}
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

@@ -180,8 +180,13 @@ def _below(root: Path, bases: Iterable[Base]) -> list[Path]:
 
 def _places(root: Path) -> list[Path]:
     # Debian's interpreters call it dist-packages.
-    below = ("python", "lib/python3*/site-packages", "lib/python3*/dist-packages", "sglang_router-*")
-    return [place for place in (root, *(path for item in below for path in sorted(root.glob(item)))) if place.is_dir()]
+    packages = [f"lib/python3*/{name}" for name in ("site-packages", "dist-packages")]
+    below = ("python", *packages, "sglang_router-*")
+    found = [root, *(path for item in below for path in sorted(root.glob(item)))]
+    # An image's root. Its links mean itself: one that leads out of it leads into this machine.
+    image = (f"usr/{local}{item}" for local in ("", "local/") for item in packages)
+    found += [path for item in image for path in sorted(root.glob(item)) if root.resolve() in path.resolve().parents]
+    return [place for place in found if place.is_dir()]
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,7 @@ def _ask(python: str) -> _Answer:
     # The child's working folder is another one.
     command = [str(Path(python).absolute()) if "/" in python else python, "-c", _ASK, "sglang", "sglang", "torch"]
     try:
-        return _Answer.read(_run(command))
+        return _Answer.read(said(command))
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(
             Reason.NO_TARGET,
@@ -231,7 +236,7 @@ def _ask(python: str) -> _Answer:
         ) from None
 
 
-def _run(command: list[str]) -> bytes:
+def said(command: list[str]) -> bytes:
     """What a command prints, within reason of time and size.
 
     Raises:
@@ -243,7 +248,7 @@ def _run(command: list[str]) -> bytes:
     import signal
     import subprocess
 
-    said: dict[str, bytearray] = {"out": bytearray(), "err": bytearray()}
+    heard: dict[str, bytearray] = {"out": bytearray(), "err": bytearray()}
     until = time.monotonic() + _PATIENCE
     # PYTHONPATH stays: an overlay folder there is exactly the second copy that must be seen.
     with (
@@ -262,10 +267,10 @@ def _run(command: list[str]) -> bytes:
             while selector.get_map() and (process.poll() is None or selector.select(0)):
                 for key, _ in selector.select(min(0.1, max(until - time.monotonic(), 0))):
                     part = os.read(key.fd, 1 << 16)
-                    said[key.data] += part
+                    heard[key.data] += part
                     if not part:
                         selector.unregister(key.fileobj)
-                if max(map(len, said.values())) > _ANSWER:
+                if max(map(len, heard.values())) > _ANSWER:
                     raise ValueError(f"an answer of more than {_ANSWER} bytes")
                 if time.monotonic() > until:
                     raise ValueError(f"no answer within {_PATIENCE:.0f} seconds")
@@ -278,9 +283,9 @@ def _run(command: list[str]) -> bytes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        words = said["err"].decode("utf-8", "replace").strip().splitlines()
+        words = heard["err"].decode("utf-8", "replace").strip().splitlines()
         raise ValueError(words[-1] if words else f"exit code {process.returncode}")
-    return bytes(said["out"])
+    return bytes(heard["out"])
 
 
 def _metadata(place: Path, base: Base) -> Path | None:

@@ -20,7 +20,7 @@ from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Reason, command
 from patchbundle.manifest import Bundle
 from patchbundle.plan import Plan, Stand
-from patchbundle.processes import Process
+from patchbundle.processes import Census
 from patchbundle.state import State
 from patchbundle.target import Target
 from patchbundle.transaction import Outcome
@@ -78,7 +78,7 @@ class Status:
     state: State
     gates: dict[str, str]
     stale: tuple[Cache, ...]
-    processes: tuple[Process, ...]
+    census: Census
 
 
 def status(bundle: Bundle, target: Target) -> Status:
@@ -90,8 +90,8 @@ def status(bundle: Bundle, target: Target) -> Status:
         # What would run is as no level has it.
         state = replace(state, level=None)
     changed = [found.status.st_ctime for found in state.found.values() if found.status is not None]
-    older = processes.older_than(target.root, max(changed, default=0.0))
-    return Status(state, gates(bundle, state.bundle), tuple(stale), tuple(older))
+    census = processes.of_tree(target.root, max(changed, default=0.0), known_gates(bundle, state.bundle))
+    return Status(state, gates(bundle, state.bundle), tuple(stale), census)
 
 
 def _modules(state: State) -> list[str]:
@@ -139,9 +139,14 @@ def _hides(state: State, cache: Cache) -> bool:
     return made < source.st_ctime and source.st_ctime - source.st_mtime > 1
 
 
+def known_gates(*bundles: Bundle) -> set[str]:
+    """The gates that the patches of these bundles have."""
+    return {patch.header.gate_name for item in bundles for patch in item.patches if patch.header.gate_name}
+
+
 def gates(bundle: Bundle, *more: Bundle) -> dict[str, str]:
     """The gates of these bundles that are set in this environment."""
-    known = {patch.header.gate_name for item in (bundle, *more) for patch in item.patches}
+    known = known_gates(bundle, *more)
     return {name: value for name, value in sorted(os.environ.items()) if name in known}
 
 
