@@ -76,9 +76,13 @@ pyz: $(VENV)/node.stamp ## one file for a node, dist/patchbundle-VERSION.pyz: th
 sdist: $(VENV)/node.stamp ## the archive of the sources, dist/patchbundle-VERSION.tar.gz: the same bytes too
 	PYTHONPATH=tools $(BIN)/python -m lab.release sdist
 
+release: $(VENV)/node.stamp ## everything that is published, into dist/VERSION; then files the release, its news and its lock
+	PYTHONPATH=tools $(BIN)/python -m lab.release release
+
 bench: $(VENV)/test.stamp ## the tool against git apply, quilt and sha256sum
 	$(BIN)/python benchmarks/tool.py
 	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/node.py
 
 lint: $(VENV)/test.stamp ## formatting, types, the bundle's own checker
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ import pytest
 
 from lab.release import pyz, wheels
 from tests.toy import Toy
-from tests.trees import REPOSITORY, Result
+from tests.trees import REPOSITORY, Result, child
 
 REQUIREMENTS = REPOSITORY / "requirements" / "node.txt"
 
@@ -74,3 +74,24 @@ def call(
     command = [str(python), *flags, str(file), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120, cwd=cwd, umask=umask)
     return Result(done.returncode, done.stdout.decode("utf-8"), done.stderr.decode("utf-8"))
+
+
+def start(
+    toy: Toy,
+    *command: str,
+    expect: str = "applied",
+    where: tuple[str | Path, ...] | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Result:
+    """A guarded start by the tools in place, as a process of its own; ``where`` it is from, by default the toy's tree."""
+    words = [
+        "exec",
+        "prefill",
+        "--bundle",
+        toy.bundle,
+        "--expect",
+        expect,
+        *(("--root", toy.tree) if where is None else where),
+    ]
+    return child(toy, *words, "--", *command, env=env, cwd=cwd or toy.bundle)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,8 @@ import pytest
 from patchbundle import cli, guard, journal, manifest, releases, transaction
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
+from tests import nodes, trees
 from tests import toy as toys
-from tests import trees
 from tests.toy import Toy
 from tests.trees import REPOSITORY, Result
 
@@ -34,18 +34,6 @@ print(json.dumps({
 IGNORED = "grep SigIgn /proc/self/status | cut -f2"
 
 
-def start(
-    toy: Toy,
-    *command: str,
-    expect: str = "applied",
-    where: tuple[str | Path, ...] = (),
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-) -> Result:
-    words = ["exec", "prefill", "--bundle", toy.bundle, "--expect", expect, *(where or ("--root", toy.tree))]
-    return trees.child(toy, *words, "--", *command, env=env, cwd=cwd or toy.bundle)
-
-
 def verify(toy: Toy, expect: str, *more: str | Path) -> Result:
     """Without a process of its own, and without a start."""
     return trees.run(toy, "exec", "prefill", "--root", toy.tree, "--expect", expect, "-n", *more)
@@ -59,7 +47,7 @@ def test_the_command_is_what_it_would_be_without_us(toy: Toy) -> None:
     words = [sys.executable, "-I", "-c", SEES, "a b", "--root", "ü"]
     plain = subprocess.run(words, env=toy.environment, cwd=toy.bundle, capture_output=True, check=True)
     before = trees.snapshot(toy.bundle.parent)
-    guarded = start(toy, *words)
+    guarded = nodes.start(toy, *words)
     assert (guarded.code, guarded.err) == (0, "")
     expected, found = json.loads(plain.stdout), guarded.table
     assert {**found, "pid": 0} == {**expected, "pid": 0}
@@ -67,7 +55,7 @@ def test_the_command_is_what_it_would_be_without_us(toy: Toy) -> None:
 
 
 def test_signals_that_python_ignores_are_not_ignored_by_the_command(toy: Toy) -> None:
-    assert int(start(toy, "sh", "-c", IGNORED, expect="base").out, 16) == 0
+    assert int(nodes.start(toy, "sh", "-c", IGNORED, expect="base").out, 16) == 0
     # As the interpreter leaves them: else this proves nothing.
     assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
 
@@ -86,8 +74,8 @@ def test_it_keeps_its_process_id_and_the_descriptors_that_it_was_given(toy: Toy)
 
 
 def test_its_exit_code_and_its_death_by_a_signal_are_the_commands(toy: Toy) -> None:
-    assert start(toy, "sh", "-c", "exit 41", expect="base").code == 41
-    assert start(toy, "sh", "-c", "kill -TERM $$", expect="base").code == -signal.SIGTERM
+    assert nodes.start(toy, "sh", "-c", "exit 41", expect="base").code == 41
+    assert nodes.start(toy, "sh", "-c", "kill -TERM $$", expect="base").code == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -96,14 +84,14 @@ def test_its_exit_code_and_its_death_by_a_signal_are_the_commands(toy: Toy) -> N
 )
 def test_a_command_that_cannot_be_started_is_a_refusal(command: str, found: str, toy: Toy) -> None:
     (toy.bundle / "config/empty").touch(mode=0o755)
-    done = start(toy, command, expect="base", cwd=toy.bundle / "config")
+    done = nodes.start(toy, command, expect="base", cwd=toy.bundle / "config")
     assert (done.code, "[no-command]" in done.err, found in done.err) == (Exit.REFUSED, True, True)
 
 
 def test_options_of_the_command_are_never_taken_for_ours(toy: Toy) -> None:
     assert trees.run(toy, "exec", "prefill", "--root", toy.tree, "--expect", "base", "python3", "-m", "x").code == 2
     assert trees.run(toy, "exec", "prefill", "--root", toy.tree, "--expect", "base").code == Exit.USAGE
-    assert start(toy, "echo", "--expect", "-n", expect="base").out == "--expect -n\n"
+    assert nodes.start(toy, "echo", "--expect", "-n", expect="base").out == "--expect -n\n"
 
 
 # What is refused.
@@ -208,7 +196,7 @@ def test_a_tree_that_is_not_whole_starts_nothing(harm: object, reason: str, toy:
     assert callable(harm)
     harm(toy)
     started = toy.bundle.parent / "started"
-    done = start(toy, "touch", str(started), where=("--root", toy.tree, "--json"))
+    done = nodes.start(toy, "touch", str(started), where=("--root", toy.tree, "--json"))
     assert (done.code, done.reason, started.exists()) == (Exit.REFUSED, reason, False)
 
 
@@ -279,9 +267,9 @@ def test_a_copy_in_the_working_folder_is_found_where_an_interpreter_would_import
     site = {"PYTHONPATH": str(toy.tree)}
     stock = subprocess.run(command, cwd=here, env={**os.environ, **site}, capture_output=True, text=True, check=True)
     assert "another" in stock.stdout, "else this proves nothing"
-    done = start(toy, *command, expect="base", env=site, cwd=here)
+    done = nodes.start(toy, *command, expect="base", env=site, cwd=here)
     assert (done.code, "[shadowed]" in done.err) == (Exit.REFUSED, True)
-    safe = start(toy, *command, expect="base", env={**site, "PYTHONSAFEPATH": "1"}, cwd=here)
+    safe = nodes.start(toy, *command, expect="base", env={**site, "PYTHONSAFEPATH": "1"}, cwd=here)
     assert (safe.code, safe.out) == (0, f"{toy.tree}/sglang/__init__.py\n")
 
 
@@ -332,19 +320,7 @@ def test_without_a_root_the_interpreter_of_the_command_is_asked(toy: Toy, tmp_pa
     asked = tmp_path / "python3"
     asked.write_text(f'#!/bin/sh\nPYTHONPATH="{toy.tree}" exec {sys.executable} "$@"\n')
     asked.chmod(0o755)
-    words: list[str | Path] = [
-        "exec",
-        "prefill",
-        "--bundle",
-        toy.bundle,
-        "--expect",
-        "base",
-        "--",
-        asked,
-        "-c",
-        "print('up')",
-    ]
-    done = trees.child(toy, *words, cwd=toy.bundle)
+    done = nodes.start(toy, str(asked), "-c", "print('up')", expect="base", where=())
     assert (done.code, done.out) == (0, "up\n")
     assert guard.interpreter_of(["/usr/bin/python3.11", "-m", "x"]) == "/usr/bin/python3.11"
     assert guard.interpreter_of(["python"]) == "python"

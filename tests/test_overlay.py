@@ -15,8 +15,8 @@ from patchbundle import cli, manifest, overlay
 from patchbundle import target as target_module
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
+from tests import nodes, trees
 from tests import toy as toys
-from tests import trees
 from tests.toy import Toy
 from tests.trees import Snapshot
 
@@ -81,6 +81,10 @@ def test_an_empty_folder_that_is_there_is_kept_and_filled(toy: Toy, tmp_path: Pa
     inode = over.stat().st_ino
     assert make(toy, over).code == Exit.DONE
     assert (over.stat().st_ino, over.stat().st_mode & 0o777) == (inode, 0o700)
+
+
+def test_an_overlay_changes_no_tree_that_could_be_in_use(toy: Toy, tmp_path: Path) -> None:
+    assert make(toy, tmp_path / "over", "--refuse-if-running").code == Exit.USAGE
 
 
 # Where it cannot be.
@@ -286,23 +290,13 @@ def test_exec_puts_it_first_and_refuses_what_would_come_before_it(toy: Toy, tmp_
     (here / "sglang/__init__.py").touch()
     text = "import importlib.util as u, os, json; "
     text += "print(json.dumps([u.find_spec('sglang').origin, os.environ['PYTHONPATH']]))"
-    words: list[str | Path] = [
-        "exec",
-        "prefill",
-        "--bundle",
-        toy.bundle,
-        "--expect",
-        "applied",
-        "--overlay",
-        over,
-        "--",
-    ]
-    words += [sys.executable, "-c", text]
+    where = ("--overlay", over)
+    command = (sys.executable, "-c", text)
     for before, after in ((None, f"{over}"), (f"{toy.tree}:/x", f"{over}:{toy.tree}:/x")):
         env = {} if before is None else {"PYTHONPATH": before}
-        done = trees.child(toy, *words, env=env, cwd=tmp_path)
+        done = nodes.start(toy, *command, where=where, env=env, cwd=tmp_path)
         assert json.loads(done.out) == [str(over / "sglang/__init__.py"), after]
-    done = trees.child(toy, *words, cwd=here)
+    done = nodes.start(toy, *command, where=where, cwd=here)
     assert (done.code, "[shadowed]" in done.err) == (Exit.REFUSED, True)
     (over / "sglang/srt/engine.py").write_bytes(b"edited\n")
-    assert "[drift]" in trees.child(toy, *words, cwd=tmp_path).err
+    assert "[drift]" in nodes.start(toy, *command, where=where, cwd=tmp_path).err

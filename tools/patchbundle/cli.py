@@ -289,6 +289,8 @@ def _change(direction: str) -> Callable[..., Exit]:
         from patchbundle.disk import Disk
         from patchbundle.tree import Tree
 
+        if overlay is not None and refuse_if_running:
+            raise click.UsageError("--overlay changes no tree: nothing that runs is in its way")
         bundle = manifest.load(bundle_path)
         if direction == "apply":
             _require_signature(report, bundle, options)
@@ -708,7 +710,7 @@ def image_command(report: Report, bundle_path: Path, down: bool, **options: Any)
     }
     report.result["warnings"] = list(made.warnings)
     report.result["dropped_bytecode"] = list(made.dropped)
-    _plan_result(report, made.state, made.plan)
+    _plan_result(report, made.plan)
     if not made.plan.operations:
         report.say(f"nothing to do: the image is at level {made.plan.goal.level} ({made.plan.goal.name})")
         return Exit.NOTHING_TO_DO
