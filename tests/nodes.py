@@ -84,7 +84,7 @@ def start(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> Result:
-    """A guarded start by the tools in place, as a process of its own; ``where`` it is from, by default the toy's tree."""
+    """A guarded start by the tools in place, a process of its own; from ``where``, by default the toy's tree."""
     words = [
         "exec",
         "prefill",
