@@ -5,10 +5,8 @@ own account. Offered load is not called sustained when queues grow.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import math
-import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import Row, show  # noqa: E402
+from lab import provenance  # noqa: E402
 from lab.load import workers  # noqa: E402
 from lab.load.accounting import Report, Window, account, baab, paired  # noqa: E402
 from lab.load.page import page  # noqa: E402
@@ -171,7 +170,7 @@ def main(
                 Row(f"{name}, B - A, high", difference.high, ""),
             ]
         rows.append(Row("runs not to be believed", sum(bool(one[2].invalid) for one in runs), "runs", "<= 0"))
-    show(rows, as_json)
+    show(rows, as_json, provenance.of(__file__, workload.seed))
 
 
 def _write(
@@ -189,11 +188,8 @@ def _write(
         return
     path = out if number == 1 and arm == "A" else out.with_name(f"{out.stem}-{number}{arm}{out.suffix}")
     result: dict[str, Any] = {
-        "script": "benchmarks/acceptance.py",
-        "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-        "machine": f"client: {platform.machine()}, Python {platform.python_version()}",
-        "torch": "of the engines, not seen from here",
-        "seed": workload.seed,
+        # Of the client: the engines' are not seen from here.
+        **provenance.of(__file__, workload.seed),
         "arm": arm,
         "workload": {name: getattr(value, "value", value) for name, value in vars(workload).items()},
         "window": asdict(window),

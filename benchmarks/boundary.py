@@ -8,7 +8,6 @@ point-to-point sends, beside the model's. NVLink multicast stays off.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import platform
@@ -32,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import Row, show  # noqa: E402
+from lab import provenance  # noqa: E402
 from lab.boundary import Boundary, Mesh, Native, Ring, Sending, Toy, Weights, all_gather_single, norm  # noqa: E402
 from lab.models.boundary import Layout, Shape, entry, exit_, sent  # noqa: E402
 
@@ -290,7 +290,7 @@ def work(rank: int, job: Job) -> None:
     dist.destroy_process_group()
 
 
-def machine(device: str) -> str:
+def where(device: str) -> str:
     if device == "cuda":
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     return f"{platform.machine()}, {os.cpu_count()} cores, gloo over loopback"
@@ -340,23 +340,21 @@ def main(world: int | None, tp: int, device: str, out: Path | None, as_json: boo
             # The last line of the rank's traceback says what differs.
             raise click.ClickException(str(error).strip().splitlines()[-1]) from error
         result = json.loads(Path(job.out).read_text())
+    head = provenance.of(__file__, job.seed)
     result |= {
-        "script": "benchmarks/boundary.py",
-        "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-        "machine": machine(device),
-        "torch": torch.__version__,
+        **head,
+        "device": where(device),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None,  # type: ignore[no-untyped-call]
         "world": world,
         "shape": asdict(shape),
         "dtype": job.dtype,
-        "seed": job.seed,
         "rounds": job.rounds,
     }
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     rows = [Row(row["name"], row["value"], row["unit"]) for row in result.get("rows", [])]
     rows += [Row(f"check: {name}, error", found["error"], "of the largest") for name, found in result["checks"].items()]
-    show(rows, as_json)
+    show(rows, as_json, head)
 
 
 if __name__ == "__main__":

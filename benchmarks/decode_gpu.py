@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from lab import provenance
 from tests.engine.decode.pair import PAGE, Pair
 from tests.engine.decode.world import ALWAYS, SCHEDULING, World
 
@@ -248,8 +249,8 @@ def main() -> None:
         print(f"outcome: {high_slots(load(trees, high, device), device)}")
         return
     result: dict[str, Any] = {
+        **provenance.of(__file__, 0),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": str(torch.__version__),
         "round_trips": [],
         "high_slots": {},
     }

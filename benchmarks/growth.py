@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from benchmarks.report import Row, show  # noqa: E402
+from lab import provenance  # noqa: E402
 from patchbundle import bases, parse, transaction  # noqa: E402
 from patchbundle import plan as plan_module  # noqa: E402
 from patchbundle.header import Header  # noqa: E402
@@ -122,7 +123,7 @@ def main(as_json: bool) -> None:
         small, large = sizes[-2:]
         exponent = math.log(times[large] / times[small]) / math.log(large / small)
         rows.append(Row(f"{name}: exponent {small} to {large}", exponent, "", f"<= {1 + _NOISE}"))
-    show(rows, as_json)
+    show(rows, as_json, provenance.of(__file__, None))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from aiohttp import web
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Row, show
+from lab import provenance
 from lab.load.accounting import quantile
 from lab.load.run import Endpoint, Log, Loop
 from lab.load.workload import Workload, requests
@@ -90,6 +91,7 @@ def main(streams: int, pace: float, tokens: int, seconds: float, as_json: bool) 
             Row("CPU a token", used / made * 1e6, "us"),
         ],
         as_json,
+        provenance.of(__file__, workload.seed),
     )
 
 

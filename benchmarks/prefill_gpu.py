@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import Row, show  # noqa: E402
+from lab import provenance  # noqa: E402
 
 KERNEL = "sglang/kernels/ops/kvcache/pd_dcp_gather.py"
 LAYERS = 79
@@ -273,7 +274,7 @@ def main(tree: Path, as_json: bool, first_use: str | None) -> None:
         click.echo(f"{machine}; the kernel's file alone, not the engine", err=True)
     else:
         click.echo("no GPU: checks in Triton's interpreter, nothing is timed", err=True)
-    show(rows, as_json)
+    show(rows, as_json, provenance.of(__file__, None))
 
 
 if __name__ == "__main__":

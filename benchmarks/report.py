@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import click
 
@@ -26,10 +28,11 @@ class Row:
         return bool({"<=": operator.le, ">=": operator.ge, "==": operator.eq}[sign](self.value, float(bound)))
 
 
-def show(rows: list[Row], as_json: bool) -> None:
-    """Print the rows; exit code 1 if one does not hold."""
+def show(rows: list[Row], as_json: bool, head: Mapping[str, Any] | None = None) -> None:
+    """Print the rows, with --json below what ``lab.provenance`` says of the run; exit code 1 if one does not hold."""
     if as_json:
-        click.echo(json.dumps({"rows": [asdict(row) | {"holds": row.holds} for row in rows]}, indent=1))
+        result = {**(head or {}), "rows": [asdict(row) | {"holds": row.holds} for row in rows]}
+        click.echo(json.dumps(result, indent=1))
     else:
         width = max(len(row.name) for row in rows)
         for row in rows:

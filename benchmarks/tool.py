@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from benchmarks import series  # noqa: E402
 from benchmarks.report import Row, show  # noqa: E402
+from lab import provenance  # noqa: E402
 from patchbundle import bases, fetch, manifest  # noqa: E402
 from patchbundle import plan as plan_module  # noqa: E402
 from patchbundle.identity import File  # noqa: E402
@@ -208,7 +209,7 @@ def main(patches: int, files: int, hunks: int, runs: int, as_json: bool) -> None
         rows.append(Row(f"{name}: processor", processor[one] / processor[two], "ratio"))
     alone = processor["check_sources --full"] - processor["check_sources"]
     rows.append(Row("attestation alone: processor", alone / processor["sha256sum -c of the release"], "ratio"))
-    show(rows, as_json)
+    show(rows, as_json, provenance.of(__file__, None))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lab import provenance
 from tests.device.tree import REPOSITORY, install
 from tests.engine.decode import topk_oracle as oracle
 
@@ -269,9 +270,9 @@ def environment(kernel: Any) -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,driver_version", "--format=csv,noheader"]
     clocks = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "script": "benchmarks/topk.py", "card": card.name, "processors": card.multi_processor_count,
-        "torch": torch.__version__, "clocks_and_driver": clocks, "source_sha256": kernel.SOURCE_SHA256,
-        "k": K, "seed": 17, "cache": "cold",
+        **provenance.of(__file__, 17), "card": card.name, "processors": card.multi_processor_count,
+        "clocks_and_driver": clocks, "source_sha256": kernel.SOURCE_SHA256,
+        "k": K, "cache": "cold",
     }  # fmt: skip
 
 

@@ -125,6 +125,8 @@ def test_a_profile_that_is_not_there_is_named() -> None:
         ("[gates.X]\non = 1\n", "true or false"),
         ("[gates.X]\non = true\nmore = 1\n", "unknown more"),
         ("[gates.X]\non = true\nneeds = 1\n", "a table"),
+        ("[gates.X]\non = true\nkeeps = 1\n", "a table"),
+        ("[gates.X]\non = true\n[gates.X.keeps]\ntp = [1]\n", "a string, a number"),
         ("[gates.X]\non = true\n[gates.X.needs]\n'--tp' = 1\n", "without dashes"),
         ("[gates.X]\non = true\n[gates.X.needs]\ntp = [1]\n", "a string, a number"),
         ("[gates.X]\non = true\ngates = 'Y'\n", "a list of gates"),
@@ -140,16 +142,76 @@ def test_a_file_that_is_not_as_described_is_refused(tmp_path: Path, text: str, s
     assert said in str(error.value)
 
 
-def test_what_a_gate_needs_here_is_what_its_patch_asks_for() -> None:
-    """The conditions of cp4-attention-tp2, read from the source that the engine runs."""
-    tree = ast.parse((ROOT / "sources/prefill/cp_topology.py").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(
+    ("gate", "source"),
+    [
+        ("SGLANG_RESEARCH_DSA_CP4_ATP2", "prefill/cp_topology.py"),
+        ("SGLANG_RESEARCH_DCP_BOUNDED_PACK", "prefill/bounded_pack.py"),
+        ("SGLANG_RESEARCH_PCP4_DCP2", "prefill/pcp4_dcp2.py"),
+    ],
+)
+def test_what_a_patch_asks_of_a_launch_is_all_asked_here(gate: str, source: str) -> None:
+    """Every (argument, value) of the source's own table, and of the one that all patches share."""
     asked: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
-            name, value = node.elts
-            if isinstance(name, ast.Constant) and isinstance(value, ast.Constant):
-                asked[str(name.value).replace("_", "-")] = value.value
-    needs = launch.read(ROOT / "config/prefill.toml")["gates"]["SGLANG_RESEARCH_DSA_CP4_ATP2"].needs
-    shared = needs.keys() & asked.keys()
-    assert {name: needs[name] for name in shared} == {name: asked[name] for name in shared}
-    assert len(shared) >= 7
+    for path, places in ((source, ("check_start", "_CONDITIONS")), ("shared/gates.py", ("NO_OUTER_CACHE",))):
+        for node in ast.parse((ROOT / "sources" / path).read_text(encoding="utf-8")).body:
+            target = node.target if isinstance(node, ast.AnnAssign) else node
+            if getattr(target, "id", getattr(target, "name", "")) in places:
+                for pair in ast.walk(node):
+                    if isinstance(pair, ast.Tuple) and len(pair.elts) == 2:
+                        name, value = pair.elts
+                        if isinstance(name, ast.Constant) and isinstance(value, ast.Constant):
+                            asked[str(name.value).replace("_", "-")] = value.value
+    listed = launch.read(ROOT / "config/prefill.toml")["gates"][gate]
+    given = {**listed.needs, **listed.keeps}
+    assert len(asked) >= 6
+    # None and False are the same: the argument is not there.
+    assert {name: given.get(name, "nothing") for name in asked} == {
+        name: value or False for name, value in asked.items()
+    }
+
+
+GATE = "SGLANG_RESEARCH_X"
+
+
+def faults(gate: launch.Gate, **given: Any) -> list[str]:
+    """Of a launch with one gate; underscores stand for dashes, and upper case is a variable."""
+    arguments = {name.replace("_", "-"): value for name, value in given.items() if name.islower()}
+    environment = {name: value for name, value in given.items() if name.isupper()}
+    one = launch.Launch("decode", arguments, environment, {GATE: gate})
+    return list(launch.faults(one, {GATE: "x"}))
+
+
+@pytest.mark.parametrize(
+    ("gate", "given", "said"),
+    [
+        (launch.Gate(True, keeps={"pp-size": 1}), {"pp_size": 2}, "needs pp-size unset or 1, not 2"),
+        (launch.Gate(True, keeps={"a": "b"}), {"a": True}, "needs a unset or b, not True"),
+        (launch.Gate(True, needs={"steps": ">= 2"}), {"steps": 1}, "needs steps = >= 2, not 1"),
+        (launch.Gate(True, needs={"steps": ">= 2"}), {"steps": True}, "not True"),
+        (launch.Gate(True, needs={"steps": ">= 2"}), {"steps": "many"}, "not many"),
+        (launch.Gate(True, needs={"steps": ">= 2"}), {}, "not unset"),
+        (launch.Gate(True, needs={"attention-tp": 2}), {"tp_size": 8}, "needs attention-tp = 2, not 8"),
+        (
+            launch.Gate(True, needs={"attention-tp": 2}),
+            {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True, "attn_cp_size": 2, "x": 0},
+            "",
+        ),
+        (launch.Gate(True, needs={"attention-tp": 2}), {"tp_size": "eight"}, "not unset"),
+        (
+            launch.Gate(True, needs={"attention-tp": 2}),
+            {"tp_size": 8, "dp_size": 0, "enable_dp_attention": True},
+            "unset",
+        ),
+        (launch.Gate(True, needs={"V": False}), {"V": "1"}, "needs V = False, not 1"),
+        (launch.Gate(True, keeps={"pp-size": 1}), {"pp_size": 1}, ""),
+        (launch.Gate(True, keeps={"pp-size": 1}), {}, ""),
+        (launch.Gate(True, keeps={"pp-size": 1}), {"pp_size": False}, ""),
+        (launch.Gate(True, needs={"steps": ">= 2"}), {"steps": 5}, ""),
+        (launch.Gate(False, needs={"a": 1}, keeps={"b": 2}), {"b": 3}, ""),
+    ],
+    ids=str,
+)
+def test_a_condition_says_what_it_wants_and_what_it_found(gate: launch.Gate, given: dict[str, Any], said: str) -> None:
+    found = faults(gate, **given)
+    assert said in found[0] if said else not found, found

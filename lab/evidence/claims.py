@@ -36,6 +36,13 @@ UNITS = frozenset(
         "requests",
         "runs",
         "bytes",
+        "cards",
+        "layers",
+        "tests",
+        "patches",
+        "files",
+        "functions",
+        "faults",
     ]
 )
 COMMON = {"id", "statement", "value", "unit", "kind", "date"}
@@ -187,7 +194,8 @@ def measured(root: Path, result: str, pick: str) -> float:
         content = json.loads((root / result).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise StaleResult(f"{result} cannot be read: {error}") from error
-    missing = [name for name in ("script", "script_sha256", "machine", "torch", "seed") if name not in content]
+    missing = [name for name in ("script", "script_sha256", "machine", "seed") if name not in content]
+    missing += [] if {"versions", "torch"} & content.keys() else ["versions"]
     if missing:
         raise StaleResult(f"{result} lacks {', '.join(missing)}")
     script = root / content["script"]

@@ -16,6 +16,16 @@ def _entry(layout: Layout) -> float:
     return float(sent(entry(layout, Shape())))
 
 
+def _part(layout: Layout, number: int) -> float:
+    return entry(layout, Shape())[number].sent / Shape().shard
+
+
+def _filter_loses() -> float:
+    """Percent of the payload, if each of four layer owners sent the tokens of its own range alone."""
+    owners = transfer.by_source(transfer.Way.LAYER_OWNER, [20] * 4, 4096, 1)
+    return 100 - sum(part // 4 for part in owners) / sum(owners) * 100
+
+
 def _locked(requests: int) -> float:
     """The most tokens that the simulated worker had locked at once; its sends do not end in the time that counts."""
     one = fleet.Fleet(fleet.Design.CP0, OBSERVED, workers=1, slow=1e6)
@@ -53,6 +63,18 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
             / Shape().shard
         ),
     ),
+    "part_all_reduce": ("S", lambda: _part(Layout.ALL_REDUCE, 0)),
+    "part_cp_gather": ("S", lambda: _part(Layout.ALL_REDUCE, 1)),
+    "part_reduce_scatter": ("S", lambda: _part(Layout.INPUT_SP, 0)),
+    "part_world_gather": ("S", lambda: _part(Layout.INPUT_SP, 1)),
+    "part_residual": ("S", lambda: _part(Layout.INPUT_SP, 2)),
+    "full_copy_gain": ("%", lambda: (51 / 46 - 1) * 100),
+    "slice_descriptors": ("runs", lambda: _QWEN.descriptors(1024)),
+    "all_cp_range": ("tokens", lambda: max(transfer.by_source(transfer.Way.ALL_CP, [1] * 4, 4096, 1)) / 4),
+    "filter_loses": ("%", _filter_loses),
+    "index_share_bf16": ("%", lambda: capacity.INDEX_ROW / capacity.Kv.BF16.value * 100),
+    "index_share_fp8": ("%", lambda: capacity.INDEX_ROW / capacity.Kv.FP8.value * 100),
+    "padded_heads": ("×", lambda: 64 / 4),
     "input_sp_rate_gain": ("%", lambda: (0.724529 / 0.687809 - 1) * 100),
     "gpu_union_drop": ("%", lambda: (1 - 1364.046 / 1440.734) * 100),
     "communication_drop": ("ms", lambda: 813.190 - 737.978),

@@ -28,7 +28,7 @@ class Keeping(Enum):
     """Who keeps what of one request's KV among the ranks of a group."""
 
     FULL = "full copy"  # every rank keeps all layers of all tokens
-    LAYER_SPLIT = "layer split"  # every rank keeps some layers of all tokens, and scratch for the others'
+    LAYER_SPLIT = "layer split"  # every rank keeps some layers of all tokens, and scratch for one of the others'
     PAGE_SHARD = "page shard"  # every rank keeps all layers of some pages
     DCP = "decode context parallel"  # latent rows striped over the ranks, index keys on every rank
 
@@ -82,18 +82,22 @@ def pool(model: Model, tokens: int, layers: int | None = None, page: int = PAGE)
     return (tokens + page) * (share * model.kv.value + min(share, model.indexes) * INDEX_ROW)
 
 
+def scratch(model: Model, tokens: int, page: int = PAGE) -> int:
+    """Bytes into which a rank of a layer split takes another owner's layer: one layer of the whole pool."""
+    return (tokens + page) * (model.kv.value + INDEX_ROW)
+
+
 @dataclass(frozen=True)
 class Reserve:
-    """Bytes of a rank's budget that hold no tokens: broadcast scratch, draft, pack buffer, workspace."""
+    """Bytes of a rank's budget that hold no tokens, and do not grow with them: draft, pack buffer, workspace."""
 
-    scratch: int = 0
     draft: int = 0
     pack: int = 0
     workspace: int = 0
 
     @property
     def total(self) -> int:
-        return self.scratch + self.draft + self.pack + self.workspace
+        return self.draft + self.pack + self.workspace
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,10 @@ def tokens(model: Model, keeping: Keeping, ranks: int, budget: Budget, page: int
     if keeping is Keeping.FULL:
         row, times = model.token, 1
     elif keeping is Keeping.LAYER_SPLIT:
-        # The rank with the most layers is full first.
+        # The rank with the most layers is full first. The scratch for another owner's layer is as long as the pool.
         share = max(owned(model.layers, ranks))
         row, times = share * model.kv.value + min(share, model.indexes) * INDEX_ROW, 1
+        row += scratch(model, 1, 0) if ranks > 1 else 0
     elif keeping is Keeping.PAGE_SHARD:
         row, times = model.token, ranks
     else:

@@ -98,16 +98,14 @@ def collectives(chunk: int, hidden: int, itemsize: int, tp: int, cp: int, projec
 @click.option("--gib", type=float, default=6.33, show_default=True, help="A rank's budget for KV.")
 @click.option("--layers", type=click.IntRange(1), default=78, show_default=True)
 @click.option("--indexed", type=click.IntRange(0), help="Layers with an index of their own. Default: all.")
-@click.option("--scratch", type=float, default=0.0, show_default=True, help="GiB of broadcast scratch (layer split).")
 @click.option("--pack", type=float, default=0.0, show_default=True, help="GiB of pack buffer.")
 @as_json
-def capacity(gib: float, layers: int, indexed: int | None, scratch: float, pack: float, as_json: bool) -> None:
+def capacity(gib: float, layers: int, indexed: int | None, pack: float, as_json: bool) -> None:
     """Distinct tokens that a group of ranks holds, by who keeps what."""
     lines = []
     for kv, keeping, ranks in itertools.product(Kv, Keeping, (1, 2, 4, 8)):
         model = Model(layers, kv, indexed)
-        split = scratch if keeping is Keeping.LAYER_SPLIT else 0.0
-        reserve = Reserve(scratch=int(split * GIB), pack=int(pack * GIB))
+        reserve = Reserve(pack=int(pack * GIB))
         lines.append(
             {
                 "kv": kv.name.lower(),
@@ -171,7 +169,6 @@ class Numbers(click.ParamType[tuple[int | float, ...]]):
 
 @main.command()
 @click.option("--gib", type=float, default=6.33, show_default=True, help="Every rank's budget, the same for all.")
-@click.option("--scratch", type=float, default=0.3, show_default=True, help="GiB of a layer split's scratch.")
 @click.option("--prefixes", type=Numbers(int), default=Axes.prefixes, help="Independent prefixes.")
 @click.option("--cold", type=Numbers(float), default=Axes.cold, help="Shares of prefixes that nobody shares.")
 @click.option("--burst", type=Numbers(int), default=Axes.burst, help="Requests at once.")
@@ -183,7 +180,6 @@ class Numbers(click.ParamType[tuple[int | float, ...]]):
 @as_json
 def sweep(
     gib: float,
-    scratch: float,
     prefixes: tuple[int, ...],
     cold: tuple[float, ...],
     burst: tuple[int, ...],
@@ -196,7 +192,7 @@ def sweep(
 ) -> None:
     """Simulate the four designs at equal memory over prefixes, cold share, bursts and slow decode."""
     axes = Axes(prefixes, cold, burst, slow)
-    jobs = axes.jobs(gib=gib, scratch=scratch, rate=rate, requests=requests, seed=seed)
+    jobs = axes.jobs(gib=gib, rate=rate, requests=requests, seed=seed)
     with run(jobs) as done:
         with click.progressbar(done, length=len(jobs), label="simulating", file=sys.stderr) as bar:
             lines = list(bar)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from lab.models.capacity import Budget, Model, Reserve, tokens
+from lab.models.capacity import Budget, Model, tokens
 from lab.models.fleet import Design, Fleet, Load, simulate
 
 if TYPE_CHECKING:
@@ -31,11 +31,8 @@ class Axes:
     burst: tuple[int, ...] = (1, 4)
     slow: tuple[float, ...] = (1.0, 8.0)
 
-    def jobs(
-        self, gib: float = 6.33, scratch: float = 0.3, rate: float = 3.4, requests: int = 400, seed: int = 17
-    ) -> list[Job]:
-        """A job for each design and point. ``gib``: a rank's budget, the same for all; ``scratch``: GiB of it that a
-        layer split's broadcasts need; ``rate``: requests per second.
+    def jobs(self, gib: float = 6.33, rate: float = 3.4, requests: int = 400, seed: int = 17) -> list[Job]:
+        """A job for each design and point. ``gib``: a rank's budget, the same for all; ``rate``: requests per second.
 
         Raises ValueError if a design cannot hold one request.
         """
@@ -43,8 +40,7 @@ class Axes:
         for design, prefix, share, many, factor in itertools.product(
             Design, self.prefixes, self.cold, self.burst, self.slow
         ):
-            split = scratch if design is Design.LAYER_SPLIT else 0.0
-            held = tokens(Model(), design.keeping, 4, Budget(int(gib * GIB), Reserve(scratch=int(split * GIB))))
+            held = tokens(Model(), design.keeping, 4, Budget(int(gib * GIB)))
             load = Load(requests=requests, rate=rate, prefixes=prefix, cold=share, burst=many)
             if load.prefix + load.fresh > held:
                 raise ValueError(

@@ -97,6 +97,18 @@ def by_source(way: Way, layers: list[int], tokens: int, row: int, page: int = 64
     return [depth * (end - begin) * row for begin, end in zip([0, *ends], ends, strict=False)]
 
 
+def crossing(prompt: int, decode_hit: int, page: int = 64) -> tuple[int, int]:
+    """(tokens whose latent rows cross, tokens whose index keys cross) of a request: whole pages.
+
+    The sender's own prefix hit saves computing and no bytes; decode's hit saves latent rows. Index keys are state, and
+    are sent whole.
+    """
+    if prompt < 1 or not 0 <= decode_hit <= prompt or decode_hit % page:
+        raise ValueError(f"{prompt} tokens with {decode_hit} of them at decode")
+    whole = -(-prompt // page) * page
+    return whole - decode_hit, whole
+
+
 def runs(slots: list[int]) -> int:
     """Contiguous runs in a list of slots: what is contiguous at one end."""
     return sum(1 for before, slot in zip([None, *slots], slots, strict=False) if before is None or slot != before + 1)

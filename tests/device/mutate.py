@@ -14,6 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from lab import provenance
 from tests.device.tree import REPOSITORY
 
 SKIP = "not sanitizer and not thousands and not billion and not noise"
@@ -94,7 +95,7 @@ def main() -> int:
     for row in rows:
         sys.stdout.write(f"{'caught' if row['caught'] else 'SURVIVED':<9}{row['name']:<40}{row['by']}\n")
     if options.json:
-        options.json.write_text(json.dumps({"script": "tests/device/mutate.py", "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**provenance.of(__file__, None), "rows": rows}, indent=1) + "\n")
     return 0 if all(row["caught"] for row in rows) else 1
 
 

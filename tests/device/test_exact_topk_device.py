@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from lab import provenance
 from tests.device.topk_data import KINDS, make
 from tests.device.tree import REPOSITORY, install
 from tests.engine.decode import topk_oracle as oracle
@@ -64,11 +65,10 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield module
     if path := os.environ.get("EVIDENCE"):
         nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False).stdout.split("\n")
-        card = torch.cuda.get_device_properties(0)
-        counts["machine"] = {
-            "card": card.name, "processors": card.multi_processor_count, "torch": torch.__version__,
-            "nvcc": next((line for line in nvcc if "release" in line), ""), "numpy": np.__version__,
-        }  # fmt: skip
+        # Each case draws from the seed that its test names.
+        counts.update(provenance.of(__file__, None))
+        counts["nvcc"] = next((line for line in nvcc if "release" in line), "")
+        counts["processors"] = torch.cuda.get_device_properties(0).multi_processor_count
         counts["source_sha256"] = module.SOURCE_SHA256
         Path(path).write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n")
 

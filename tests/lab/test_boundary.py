@@ -100,7 +100,7 @@ def test_the_result_is_whole_and_honest(eight: dict[str, object]) -> None:
         assert row["value"] > 0
         assert row["must"] is None and row["holds"] is None
     assert {"cp0-only", "rotated", "owner-direct"} <= {name.removeprefix("sends: ") for name in names}
-    assert {"seed", "machine", "torch", "world", "script_sha256", "shape"} <= set(eight)
+    assert {"seed", "machine", "versions", "world", "script_sha256", "shape"} <= set(eight)
     sends = {row["name"]: row["busiest_bytes"] for row in rows if row["name"].startswith("sends: ")}
     assert sends["sends: cp0-only"] == 4 * sends["sends: rotated"] == 4 * sends["sends: owner-direct"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,23 @@ from patchbundle.manifest import Bundle
 Value = bool | int | float | str
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_EITHER = re.compile(rf"{_FLAG.pattern}|{_VARIABLE.pattern}")
+_LEAST = re.compile(r">= ([0-9]+)")
 _PROFILE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
 class Gate:
-    """One gate: whether it is on, the arguments and variables that it needs, and other gates that must be on."""
+    """One gate: whether it is on, what it needs, what it wants kept, and other gates that must be on.
+
+    ``needs``: arguments and variables that must be so; a text ``>= N`` asks for a number. ``keeps``: arguments that are
+    unset, since the engine's default is this value, or have it.
+    """
 
     on: bool
-    needs: Mapping[str, Value]
-    gates: tuple[str, ...]
+    needs: Mapping[str, Value] = field(default_factory=dict)
+    keeps: Mapping[str, Value] = field(default_factory=dict)
+    gates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,21 @@ class Launch:
             for name, value in self.arguments.items()
             if value is not False
         ]
+
+    def given(self, name: str) -> Value | None:
+        """The value of an argument or a variable; None if it is unset. ``attention-tp`` follows from three others."""
+        if name == "attention-tp":
+            return self._attention_tp
+        table: Mapping[str, Value] = self.environment if _VARIABLE.fullmatch(name) else self.arguments
+        value = table.get(name, False)
+        return None if value is False else value
+
+    @property
+    def _attention_tp(self) -> int | None:
+        data = self.arguments.get("dp-size", 1) if self.arguments.get("enable-dp-attention") is True else 1
+        sizes = (self.arguments.get("tp-size", 1), data, self.arguments.get("attn-cp-size", 1))
+        whole = [size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size > 0]
+        return whole[0] // whole[1] // whole[2] if len(whole) == 3 else None
 
     def lines(self) -> list[str]:
         """What a shell takes: an export a line, then the arguments."""
@@ -83,22 +105,18 @@ def _table(table: object, where: str, names: re.Pattern[str], what: str) -> dict
 
 
 def _gate(entry: object, where: str) -> Gate:
-    check_keys(entry, {"on"}, where, optional={"needs", "gates"})
+    check_keys(entry, {"on"}, where, optional={"needs", "keeps", "gates"})
     assert isinstance(entry, dict)
     if not isinstance(entry["on"], bool):
         raise refuse(f"{where}: on", "true or false", repr(entry["on"]))
-    needs = entry.get("needs", {})
-    if not isinstance(needs, dict):
-        raise refuse(f"{where}: needs", "a table", repr(needs))
-    for name, value in needs.items():
-        if not (_FLAG.fullmatch(name) or _VARIABLE.fullmatch(name)):
-            raise refuse(f"{where}: needs", "launch arguments without dashes in front, or variables", repr(name))
-        if not isinstance(value, bool | int | float | str):
-            raise refuse(f"{where}: needs: {name}", "a string, a number, true or false", repr(value))
+    needs, keeps = (
+        _table(entry.get(key, {}), f"{where}: {key}", _EITHER, "launch arguments without dashes in front, or variables")
+        for key in ("needs", "keeps")
+    )
     gates = entry.get("gates", [])
     if not isinstance(gates, list) or not all(isinstance(name, str) for name in gates):
         raise refuse(f"{where}: gates", "a list of gates", repr(gates))
-    return Gate(entry["on"], needs, tuple(gates))
+    return Gate(entry["on"], needs, keeps, tuple(gates))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -162,8 +180,7 @@ def load(
     known = gates_of(bundle, role)
     for names, state in ((on, True), (off, False)):
         for name in names:
-            gate = merged["gates"].get(name, Gate(state, {}, ()))
-            merged["gates"][name] = Gate(state, gate.needs, gate.gates)
+            merged["gates"][name] = replace(merged["gates"].get(name, Gate(state)), on=state)
     launch = Launch(role, merged["arguments"], merged["environment"], merged["gates"])
     wrong = list(faults(launch, known))
     if wrong:
@@ -191,10 +208,23 @@ def faults(launch: Launch, known: Mapping[str, str]) -> Iterator[str]:
         if name not in known:
             yield f"{name} is a gate of no patch of the {launch.role} series"
         for needed, value in gate.needs.items():
-            table: Mapping[str, Value] = launch.environment if _VARIABLE.fullmatch(needed) else launch.arguments
-            found = table.get(needed, False)
-            if found != value or isinstance(found, bool) != isinstance(value, bool):
-                yield f"{name} needs {needed} = {value}, not {'unset' if found is False else found}"
+            if not _holds(launch.given(needed), value):
+                found = launch.given(needed)
+                yield f"{name} needs {needed} = {value}, not {'unset' if found is None else found}"
+        for kept, value in gate.keeps.items():
+            found = launch.given(kept)
+            if found is not None and not _holds(found, value):
+                yield f"{name} needs {kept} unset or {value}, not {found}"
         for other in gate.gates:
             if other not in launch.gates or not launch.gates[other].on:
                 yield f"{name} needs {other}"
+
+
+def _holds(found: Value | None, wanted: Value) -> bool:
+    """Whether what is given is what is wanted; unset and false are the same, 1 and true are not."""
+    least = _LEAST.fullmatch(wanted) if isinstance(wanted, str) else None
+    if least:
+        return isinstance(found, int | float) and not isinstance(found, bool) and found >= int(least[1])
+    if found is None or wanted is False:
+        return found is None and wanted is False
+    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lab import provenance
 from lab.rig import cache, client, deployment, models, ports
 from lab.rig.client import Answer, Request, Route
 from lab.rig.engine import LISTENS, READY, clean_environment
@@ -344,18 +345,6 @@ def side_by_side(work: Sequence[Running], what: Callable[[Running], None]) -> No
         ended.wait()
 
 
-def machine() -> dict[str, str]:
-    """What the numbers were measured on."""
-    import torch
-
-    return {
-        "gpu": torch.cuda.get_device_name(0),
-        "torch": str(torch.__version__),
-        "cuda": str(torch.version.cuda),
-        "python": sys.version.split()[0],
-    }
-
-
 # Speculation verifies several rows at once, and bf16 sums of another batch shape differ in their last bits, so a near
 # tie may go the other way: told, not demanded. The stock top-k's texts of long prompts are told too: they differ from
 # themselves.
@@ -413,7 +402,7 @@ def main() -> int:
     home = cache.root() / "gpu"
     home.mkdir(parents=True, exist_ok=True)
     own, carried = home / "home-first", home / "home"
-    report: dict[str, Any] = {"script": "lab/rig/gpu/engine.py", "prompts": list(LENGTHS), "machine": machine()}
+    report: dict[str, Any] = {**provenance.of(__file__, models.get(MODEL).seed), "prompts": list(LENGTHS)}
     work: list[Running] = []
 
     def note(text: str) -> None:

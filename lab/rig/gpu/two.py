@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lab import provenance
 from lab.rig import cache, client, deployment, environment, models, ports, trees
 from lab.rig.client import Answer, Request, Route
 from lab.rig.engine import LISTENS, READY, Engine, clean_environment, engine_spec
@@ -360,16 +361,6 @@ def collectives(backend: str, device: str, times: int) -> list[dict[str, Any]]:
     return found
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What the numbers were measured on."""
-    import torch
-
-    gpus = (
-        [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if device != "cpu" else []
-    )
-    return {"gpus": gpus, "torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
-
-
 def compared(work: Sequence[Running]) -> list[dict[str, Any]]:
     """One entry for each variant and the one that it is like."""
     answered = {running.variant.name: running.answers for running in work if running.answers}
@@ -442,8 +433,7 @@ def main() -> int:
     where: OnGpu | OnCpu = OnCpu() if arguments.cpu else OnGpu(arguments.pack)
     report: dict[str, Any] = {
         "kind": "measured",
-        "script": "lab/rig/gpu/two.py",
-        "machine": machine(where.device),
+        **provenance.of(__file__, models.get("glm-dsa-select" if arguments.cpu else "glm-dsa-gpu").seed),
         "collectives_by": where.backend,
     }
     work: list[Running] = []

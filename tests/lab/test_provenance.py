@@ -1,0 +1,116 @@
+"""Every script that measures says in its result what made it, so that the result can stand behind a claim."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.report import Row, show
+from lab import provenance
+from lab.evidence.claims import StaleResult, measured
+
+ROOT = Path(__file__).parents[2]
+# Scripts whose output another one takes into its own result.
+PARTS = {"lab/rig/gpu/collectives.py", "lab/rig/gpu/dsa_parts.py"}
+# Writes the same fields by itself.
+ITSELF = {"benchmarks/router.py"}
+# No results: archives, series, the table's printer, a picture, a module that engines load.
+OTHERS = {
+    "benchmarks/report.py",
+    "benchmarks/series.py",
+    "benchmarks/topk_plot.py",
+    "lab/rig/gpu/__init__.py",
+    "lab/rig/gpu/pack.py",
+    "lab/rig/gpu/reference.py",
+}
+SCRIPTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("benchmarks", "lab/rig/gpu")
+    for path in (ROOT / folder).glob("*.py")
+)
+DEVICE = ["tests/device/mutate.py", "tests/device/test_exact_topk_device.py"]
+
+
+@pytest.mark.parametrize("script", [name for name in [*SCRIPTS, *DEVICE] if name not in PARTS | OTHERS | ITSELF])
+def test_a_script_that_measures_says_what_made_its_result(script: str) -> None:
+    tree = ast.parse((ROOT / script).read_text(encoding="utf-8"))
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "provenance.of" and len(node.args) == 2
+    ]
+    assert calls and all(ast.unparse(call.args[0]) == "__file__" for call in calls)
+
+
+def test_every_script_is_one_of_these() -> None:
+    assert set(SCRIPTS) >= PARTS | OTHERS | ITSELF
+    for script in ITSELF:
+        text = (ROOT / script).read_text(encoding="utf-8")
+        assert all(f'"{name}":' in text for name in ("script", "script_sha256", "machine", "seed"))
+
+
+def test_the_head_of_a_result_names_script_digest_machine_versions_and_seed_and_no_host() -> None:
+    script = ROOT / "benchmarks/sweep.py"
+    head = provenance.of(str(script), 17)
+    assert head["script"] == "benchmarks/sweep.py" and head["seed"] == 17
+    assert head["script_sha256"] == hashlib.sha256(script.read_bytes()).hexdigest()
+    assert head["machine"]["cores"] >= 1 and head["versions"]["python"] == platform.python_version()
+    assert "torch" in head["versions"]
+    assert platform.node() not in json.dumps(head)
+    with pytest.raises(ValueError, match="subpath"):
+        provenance.of("/elsewhere/script.py", None)
+
+
+def result(folder: Path, capsys: pytest.CaptureFixture[str], **changed: Any) -> Path:
+    """A root with a script and what ``show`` prints for it."""
+    script = folder / "benchmarks/it.py"
+    script.parent.mkdir()
+    script.write_text("pass\n", encoding="utf-8")
+    head = provenance.of(str(ROOT / "benchmarks/sweep.py"), 1)
+    head |= {"script": "benchmarks/it.py", "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest(), **changed}
+    show([Row("time", 3.5, "ms")], True, head)
+    (folder / "it.json").write_text(capsys.readouterr().out, encoding="utf-8")
+    return folder
+
+
+def test_what_a_benchmark_prints_can_stand_behind_a_claim_until_its_script_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = result(tmp_path, capsys)
+    assert measured(root, "it.json", "rows[time].value") == 3.5
+    (root / "benchmarks/it.py").write_text("pass  # changed\n", encoding="utf-8")
+    with pytest.raises(StaleResult, match="is stale"):
+        measured(root, "it.json", "rows[time].value")
+
+
+def test_a_real_benchmark_prints_such_a_result() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/load_overhead.py", "--streams=4", "--seconds=1", "--tokens=5", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = json.loads(done.stdout)
+    assert {"script", "script_sha256", "machine", "versions", "seed", "rows"} <= made.keys()
+
+
+def test_every_committed_result_names_its_script_and_says_so_where_it_does_not_say_more() -> None:
+    """Older results lack a digest: what is read from them is claimed as reported, never as measured."""
+    for path in sorted((ROOT / "evidence").rglob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if "script_sha256" in content:
+            assert (ROOT / content["script"]).is_file() and re.fullmatch("[0-9a-f]{64}", content["script_sha256"])
+        else:
+            name = path.relative_to(ROOT).as_posix()
+            assert f'result = "{name}"' not in (ROOT / "evidence/claims.toml").read_text(encoding="utf-8")
