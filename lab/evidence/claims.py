@@ -13,6 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from lab.evidence.quantity import MixedUnits, Quantity
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -102,7 +104,7 @@ class Claim:
         return f"{self.source}; not shown: {self.not_shown}"
 
 
-Formula = Callable[[], float]
+Formula = Callable[[], Quantity]
 
 
 def entries(root: Path, file: str, table: str, key: str) -> tuple[list[tuple[str, dict[str, Any]]], list[Problem]]:
@@ -157,18 +159,22 @@ def faults(entry: Mapping[str, Any]) -> Iterator[str]:
         yield "date is no date"
 
 
-def check(claim: Claim, root: Path, formulas: Mapping[str, tuple[str, Formula]]) -> Iterator[Problem]:
-    """Whether the value is still what its formula or its result says. ``formulas``: unit and function by name."""
+def check(claim: Claim, root: Path, formulas: Mapping[str, Formula]) -> Iterator[Problem]:
+    """Whether the value is still what its formula or its result says. ``formulas``: by name."""
     where = f"{FILE}: {claim.id}"
     if claim.kind is Kind.RECOMPUTED:
         if claim.formula not in formulas:
             yield Problem(where, f"no formula {claim.formula!r} in lab/evidence/formulas.py")
             return
-        unit, formula = formulas[claim.formula]
-        if unit != claim.unit:
-            yield Problem(where, f"is in {claim.unit}, its formula gives {unit}")
+        try:
+            given = formulas[claim.formula]()
+        except MixedUnits as error:
+            yield Problem(where, f"its formula {error}")
             return
-        found = formula()
+        if given.unit != claim.unit:
+            yield Problem(where, f"is in {claim.unit}, its formula gives {given.unit}")
+            return
+        found = given.value
     elif claim.kind is Kind.MEASURED:
         try:
             found = measured(root, claim.result, claim.pick)

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from lab.evidence import check, claims, figures
 from lab.evidence.claims import Claim, Kind, StaleResult, measured
 from lab.evidence.formulas import FORMULAS
+from lab.evidence.quantity import Quantity
 from patchbundle import cli
 
 ROOT = Path(__file__).parents[2]
@@ -120,13 +121,31 @@ def test_no_file_and_no_claim_are_no_pass(tmp_path: Path) -> None:
     assert "holds no claim" in str(claims.read(written(tmp_path))[1][0])
 
 
+MIXED = {
+    "sum": lambda: Quantity(1, "MiB") + Quantity(1, "ms"),
+    "difference": lambda: Quantity(1, "MiB") - Quantity(1, "GiB"),
+    "ratio": lambda: Quantity(1, "tokens").over(Quantity(1, "bytes")),
+    "gain": lambda: Quantity(1, "ms").above(Quantity(1, "s")),
+    "share": lambda: Quantity(1, "ms").share(Quantity(1, "us")),
+}
+
+
 @pytest.mark.parametrize(
     ("formula", "unit", "said"),
-    [("nothing", "ms", "no formula"), ("shard", "ms", "its formula gives MiB"), ("shard", "MiB", "found 48")],
+    [
+        ("nothing", "ms", "no formula"),
+        ("shard", "ms", "its formula gives MiB"),
+        ("shard", "MiB", "found 48"),
+        ("sum", "MiB", "its formula mixes MiB and ms"),
+        ("difference", "MiB", "its formula mixes MiB and GiB"),
+        ("ratio", "×", "its formula mixes tokens and bytes"),
+        ("gain", "%", "its formula mixes ms and s"),
+        ("share", "%", "its formula mixes ms and us"),
+    ],
 )
 def test_a_formula_that_is_missing_mixed_or_wrong_is_named(formula: str, unit: str, said: str) -> None:
     claim = dataclasses.replace(KNOWN[0], kind=Kind.RECOMPUTED, formula=formula, unit=unit, value=47.0)
-    assert said in str(next(claims.check(claim, ROOT, FORMULAS)))
+    assert said in str(next(claims.check(claim, ROOT, {**FORMULAS, **MIXED})))
 
 
 def result(folder: Path, **changed: Any) -> Path:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,8 +14,10 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.sweep import AXES
 from lab.models.cli import main
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["sweep", "--prefixes=1,8", "--cold=0", "--burst=1", "--slow=1", "--requests=40"]
 
 
@@ -53,6 +59,27 @@ def test_the_same_seed_draws_the_same_plot(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         rows(*SMALL, f"--plot={tmp_path / name}")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_sweep_shows_a_bar_on_a_terminal_and_its_table_on_standard_output(tmp_path: Path) -> None:
+    terminal, theirs = pty.openpty()
+    out = tmp_path / "table.txt"
+    with out.open("wb") as table:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tools/model.py"), *SMALL], stdout=table, stderr=theirs, check=False
+        )
+    os.close(theirs)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert done.returncode == 0
+    assert "simulating" in shown and "100%" in shown and "[" in shown
+    assert "(model)" in out.read_text() and "simulating" not in out.read_text()
+
+
+def test_a_hundred_points_are_what_the_committed_time_is_of() -> None:
+    made = json.loads((ROOT / "evidence/models/sweep.json").read_text(encoding="utf-8"))
+    assert len(AXES.jobs()) == 100 == made["rows"][0]["value"]
+    assert all(row["holds"] is not False for row in made["rows"])
 
 
 @pytest.mark.parametrize(

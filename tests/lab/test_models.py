@@ -135,6 +135,56 @@ def test_the_zigzag_of_the_notes() -> None:
     assert sorted(token for rank in ranks for part in rank for token in part) == list(range(4096))
 
 
+@given(st.integers(1, 8), st.integers(1, 6))
+def test_a_zigzag_gives_each_token_to_one_rank_and_each_rank_the_same_work(cp: int, size: int) -> None:
+    chunk = 2 * cp * size
+    ranks = [[token for part in parts for token in part] for parts in zigzag(chunk, cp)]
+    assert sorted(token for rank in ranks for token in rank) == list(range(chunk))
+    # Token t looks at t + 1 tokens: the sums differ by nothing.
+    assert len({sum(token + 1 for token in rank) for rank in ranks}) == 1
+
+
+@given(st.integers(1, 3), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 12))
+def test_head_slices_are_what_a_walk_over_every_byte_finds(
+    layers: int, source_tp: int, times: int, head: int, tokens: int
+) -> None:
+    """Every byte of a destination rank's heads, K and V apart, from where it lies to where it goes."""
+    destination_tp = source_tp * times
+    path = HeadSlices(layers, 8, head, 2, source_tp, destination_tp)
+    here, there = 8 // source_tp * head * 2, 8 // destination_tp * head * 2
+    way = [(token * here + byte, token * there + byte) for token in range(tokens) for byte in range(there)]
+    pieces = paired_runs([source for source, _ in way], [target for _, target in way])
+    assert (path.stride, path.item) == (here, there)
+    assert path.batch(tokens) == len(way)
+    assert path.descriptors(tokens) == pieces
+    assert path.batches == sum(1 for _ in ("K", "V") for _ in range(layers))
+
+
+@given(st.integers(1, 5), st.integers(0, 300), st.integers(1, 4), st.sampled_from([8, 16]))
+def test_every_way_of_sending_is_what_asking_row_by_row_who_sends_it_finds(
+    sources: int, count: int, depth: int, page: int
+) -> None:
+    layers = owned(max(depth, 1), sources)
+    pages = -(-count // page)
+    ends = [sum(pages // sources + (rank < pages % sources) for rank in range(upto + 1)) for upto in range(sources)]
+
+    def sender(way: Way, layer: int, token: int) -> int:
+        if way is Way.CP0:
+            return 0
+        if way is Way.LAYER_OWNER:
+            return next(rank for rank in range(sources) if layer < sum(layers[: rank + 1]))
+        if way is Way.ALL_CP:
+            return next(rank for rank in range(sources) if token // page < ends[rank])
+        return token // page % sources
+
+    for way in Way:
+        found = [0] * sources
+        for layer in range(sum(layers)):
+            for token in range(count):
+                found[sender(way, layer, token)] += 3
+        assert by_source(way, layers, count, 3, page) == found
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 700), st.integers(1, 5))
 def test_every_way_sends_every_row_once_and_the_sources_differ(layers: list[int], count: int, row: int) -> None:
     page = 16
