@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from benchmarks.report import Row, show  # noqa: E402
+from lab import provenance  # noqa: E402
 from lab.release import pyz, wheels  # noqa: E402
 from patchbundle import bases, fetch  # noqa: E402
 from patchbundle.bases import Base  # noqa: E402
@@ -94,7 +95,7 @@ def main(runs: int, as_json: bool) -> None:
     rows.append(Row("python -c pass", bare, "s"))
     if not as_json:
         click.echo(f"one file: {digest}")
-    show(rows, as_json)
+    show(rows, as_json, provenance.of(__file__, None))
 
 
 if __name__ == "__main__":
