@@ -233,6 +233,7 @@ def test_failed_or_killed_at_any_call_there_is_a_whole_overlay_or_none_to_import
                 # Of a whole one the folder that it was made in may be left: it is named, and a start is refused.
                 assert told["name"] == "gamma-third" or told["unexpected"] == [".patchbundle-overlay"]
                 assert all(row["holds"] for row in told["files"])
+                assert told["record"] == "as pinned"
             elif over.exists() and list(over.iterdir()):
                 assert make(toy, over, "--json").reason == "overlay"
             shutil.rmtree(over, ignore_errors=True)

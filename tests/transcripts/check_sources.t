@@ -54,7 +54,7 @@ bundle:  HASH, 3 patches, 10 files scanned
 Usage: check_sources.py [OPTIONS]
 Try 'check_sources.py --help' for help.
 
-Error: --expect, --full, --role and --require-torch need --root or --python
+Error: --expect, --full, --bytecode, --role and --require-torch need --root or --python
 [2]
 
 # A file of the release that no patch touches.

@@ -18,7 +18,10 @@ from patchbundle.errors import BundleError, Reason
 # Run by the interpreter in question, whichever from 3.10 on it is. What unmarshals is no process of ours: a compiled
 # file that is damaged on purpose may end it, and that is a refusal.
 _SCRIPT = """
-import importlib.machinery, importlib.util, json, marshal, os, sys
+import importlib.machinery, importlib.util, json, marshal, os, resource, sys
+
+# More than the code of any module; a length that is no length must not take the machine's memory.
+resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
 
 def stale(data, status, source):
     "Whether the interpreter would compile anew, whatever the code is."
@@ -57,7 +60,7 @@ for path in sys.argv[1:]:
             continue
         try:
             same = marshal.loads(data[16:]) == compile(source, path, "exec", dont_inherit=True, optimize=level)
-        except (EOFError, ValueError, TypeError) as error:
+        except (EOFError, ValueError, TypeError, MemoryError) as error:
             answer["wrong"].append([place, str(error) or type(error).__name__])
             continue
         if same:
