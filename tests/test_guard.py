@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from patchbundle import cli, guard, journal, manifest, releases, transaction
+from patchbundle import canonical, cli, guard, journal, manifest, releases, transaction
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
 from tests import nodes, trees
@@ -133,6 +134,22 @@ def test_a_filed_release_that_was_edited_is_not_trusted(toy: Toy) -> None:
     path = toy.bundle / "patches/releases/0.1.0/config/bases.toml"
     path.write_bytes(path.read_bytes() + b"\n")
     assert trees.apply(toy, "--bundle", toy.bundle).code == Exit.REFUSED or trees.level(toy) == 3
+    (toy.tree / "sglang/srt/engine.py").write_bytes(b"edited\n")
+    assert verify(toy, "base", "--json").reason == "artifact"
+
+
+def test_a_filed_release_that_was_edited_and_locked_anew_is_not_trusted(toy: Toy) -> None:
+    """Its own lock agrees with it; the lock that it is filed under does not."""
+    releases.file(toy.bundle, "0.1.0")
+    toy.pin()
+    place = toy.bundle / "patches/releases/0.1.0"
+    path, lock = place / "config/bases.toml", place / manifest.LOCK
+    path.write_bytes(path.read_bytes() + b"\n")
+    table = json.loads(lock.read_bytes())
+    table["artifacts"]["config/bases.toml"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    del table["content"]
+    lock.write_bytes(canonical.sealed(table))
+    assert manifest.load_pins(place, release="0.1.0").release == "0.1.0", "else this proves nothing"
     (toy.tree / "sglang/srt/engine.py").write_bytes(b"edited\n")
     assert verify(toy, "base", "--json").reason == "artifact"
 

@@ -69,6 +69,14 @@ def test_code_of_another_source_that_would_be_run_is_refused_and_else_is_stale(m
         assert done.table["result"]["bytecode"]["stale"] == 1
 
 
+def test_code_that_is_never_checked_is_seen_by_the_proof_itself(toy: Toy) -> None:
+    """The look at the tree refuses it too, and earlier."""
+    place = plant(toy, "print('planted')", MODES.UNCHECKED_HASH)
+    with pytest.raises(BundleError) as refusal:
+        proof.prove(toy.tree, [ENGINE], sys.executable)
+    assert refusal.value.where == str(place)
+
+
 def test_a_time_stamp_alone_would_have_hidden_it(toy: Toy) -> None:
     """The case that hashes of sources cannot see: the very stamp and size, other code."""
     plant(toy, "print('planted')", MODES.TIMESTAMP)

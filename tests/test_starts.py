@@ -52,10 +52,10 @@ def need_namespaces(*programs: str) -> None:
         pytest.skip("this user may not make namespaces (run as root to see this)")
 
 
-def block(language: str) -> str:
-    match = re.search(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert match is not None
-    return match[1]
+def block(language: str, number: int = 0) -> str:
+    """The text of the page's block of code in a language, the first one if no number is given."""
+    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return found[number]
 
 
 class Node:
@@ -203,3 +203,19 @@ def test_a_container_starts_the_engine_from_a_whole_tree_and_from_no_other(examp
     assert (process.returncode, said) == (4, "")
     assert "[recovery-needed]" in why
     assert time.monotonic() - began < 60, "it did not wait for the engine"
+
+
+def test_an_init_container_makes_the_overlay_that_the_engine_is_started_from(node: Node, tmp_path: Path) -> None:
+    (container,) = yaml.safe_load(node.words(block("yaml", 1)))["initContainers"]
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    assert trees.revert(node.toy).code == 0
+    before = trees.snapshot(node.toy.tree)
+    words = [word.replace("/patched", str(volume)) for word in container["command"]]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == 0
+    start = [*words[:2], "exec", "prefill", "--expect", "applied", "--overlay", str(volume), "--"]
+    command = [str(nodes.for_everybody()), "-m", "sglang.launch_server"]
+    env = {**os.environ, "TOLD": str(tmp_path / "told")}
+    assert subprocess.run([*start, *command], cwd="/", env=env, capture_output=True, check=False).returncode == 0
+    assert json.loads((tmp_path / "told").read_text())["words"] == []
+    assert trees.snapshot(node.toy.tree) == before

@@ -12,7 +12,7 @@ import pytest
 
 from lab.release import notes, publish
 from lab.release.notes import News, ReleaseError
-from patchbundle import __version__, manifest
+from patchbundle import __version__, manifest, pin
 from patchbundle.errors import BundleError, Reason
 from tests import nodes, trees
 from tests import toy as toys
@@ -154,6 +154,13 @@ def test_only_a_committed_state_with_a_current_lock_is_released(toy: Toy) -> Non
     (toy.bundle / "patches/prefill/alpha-first.patch").write_bytes(b"")
     with pytest.raises((ReleaseError, BundleError)):
         check()
+
+
+def test_a_lock_that_pin_would_change_is_not_released(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = manifest.load(toy.bundle).lock
+    monkeypatch.setattr(pin, "pin", lambda *_, **__: (lock, True))
+    with pytest.raises(ReleaseError, match="not current"):
+        publish.check(toy.bundle, manifest.load(toy.bundle), "0.1.0")
 
 
 def test_without_news_there_is_no_release(toy: Toy) -> None:
