@@ -1,7 +1,8 @@
 """Figures in the documentation, and the claims that stand behind them.
 
-A figure is a number with a unit outside code. Its block (a paragraph, a list item, a row of a table) names its claims
-in a comment, ``<!-- claim: ID ID -->``; a comment on a line of its own before a table holds for all its rows.
+A figure is a number with a unit, or with the unit's name, outside code. Its block (a paragraph, a list item, a row of a
+table) names its claims in a comment, ``<!-- claim: ID ID -->``; a comment on a line of its own before a table holds for
+all its rows.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 from lab.evidence.claims import Claim, Problem
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
-UNIT = r"%|ms|us|µs|GiB|MiB|GB/s|req/s|tokens/s/GPU|tokens|×|s"
-FIGURE = re.compile(rf"(?<![\w.,]){NUMBER}(?: ?(?:to|–|and|or) {NUMBER})?[  ]?(?:{UNIT})(?![\w/])")
+WORDS = {"percent": "%", "milliseconds": "ms", "microseconds": "us", "seconds": "s", "µs": "us"}
+UNIT = rf"{'|'.join(WORDS)}|%|ms|us|GiB|MiB|GB/s|req/s|tokens/s/GPU|tokens|×|s"
+SPACE = r"[ \u00a0\u2009\u202f]?"  # plain, or one that does not break
+FIGURE = re.compile(rf"(?<![\w.,]){NUMBER}(?: ?(?:to|–|and|or) {NUMBER})?{SPACE}(?:{UNIT})(?!\w)")
 MARKER = re.compile(r"<!-- claim: ([a-z0-9 -]+?) -->")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -73,7 +76,7 @@ def figures(page: str) -> Iterator[Figure]:
             assert unit is not None
             at = line + bare.count("\n", 0, match.start())
             for number in re.findall(NUMBER, match[0]):
-                yield Figure(at, number, unit[0].replace("µs", "us"), named + table)
+                yield Figure(at, number, WORDS.get(unit[0], unit[0]), named + table)
 
 
 def check(name: str, page: str, claims: Mapping[str, Claim]) -> Iterator[Problem]:

@@ -227,6 +227,13 @@ def test_a_figure_that_its_claim_shows_and_text_without_one_hold(text: str) -> N
         ("Nothing. <!-- claim: gone -->", "no claim 'gone'"),
         ("Grew by 12 %.", "12 %"),
         ("Twice: 2×", "2 ×"),
+        ("It made 12 tokens/s.", "12 tokens"),
+        ("It took 12 seconds.", "12 s"),
+        ("It grew by 3 percent.", "3 %"),
+        ("After 5 microseconds", "5 us"),
+        ("A step of 7 ms/layer", "7 ms"),
+        ("12\u00a0ms", "12 ms"),
+        ("In 12ms", "12 ms"),
     ],
 )
 def test_a_figure_without_its_claim_is_named_with_its_line(text: str, said: str) -> None:
