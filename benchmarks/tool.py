@@ -6,6 +6,9 @@ put on all patches, check the release's untouched files and every touched one ag
 whole release once more. The others check with `sha256sum -c` and, where they are asked to be durable, end each side
 with `sync -f`. Ratios are of medians in one run, by the clock; beside them those of processor
 time, which a busy machine disturbs less.
+
+What is imported is compiled on both sides, as pip compiles click and unidiff, and as the interpreter compiles ours when
+it first runs them. Rows without a bound tell what that first run takes.
 """
 
 from __future__ import annotations
@@ -35,10 +38,6 @@ from lab import provenance  # noqa: E402
 from patchbundle import bases, fetch, manifest  # noqa: E402
 from patchbundle import plan as plan_module  # noqa: E402
 from patchbundle.identity import File  # noqa: E402
-
-TOOL = ROOT / "tools" / "apply.py"
-CHECK = ROOT / "tools" / "check_sources.py"
-
 
 # What each is held to, by the clock.
 OTHERS = {"git apply, sync": "<= 0.5", "git apply, no sync": None, "quilt, sync": "<= 0.25", "quilt, no sync": None}
@@ -85,6 +84,9 @@ class Arms:
             (self.diffs / name).write_bytes(text)
         (self.diffs / "series").write_text("".join(f"{name}\n" for name in self.names))
         self.tree = folder / "tree"
+        # Compiled, and as a fresh clone has them.
+        self.tools, self.source = (Path(shutil.copytree(ROOT / "tools", folder / name)) for name in ("tools", "source"))
+        subprocess.run([sys.executable, "-m", "compileall", "-q", str(self.tools)], check=True)
 
     def fresh(self) -> None:
         shutil.rmtree(self.tree, ignore_errors=True)
@@ -98,7 +100,7 @@ class Arms:
         """Returns the seconds of its unpacking."""
         command = [
             sys.executable,
-            TOOL,
+            self.tools / "apply.py",
             "roundtrip",
             "--offline",
             "--role",
@@ -177,14 +179,18 @@ def main(patches: int, files: int, hunks: int, runs: int, as_json: bool) -> None
             measured["quilt, sync"] = lambda: arms.quilt(True)
             measured["quilt, no sync"] = lambda: arms.quilt(False)
         measured["sha256sum -c of the release"] = lambda: arms.verify(arms.before)
-        measured["check_sources --full"] = lambda: run(
-            sys.executable, CHECK, "--bundle", arms.bundle, "--root", arms.tree, "--full"
-        )
-        measured["check_sources"] = lambda: run(sys.executable, CHECK, "--bundle", arms.bundle, "--root", arms.tree)
+        tool = arms.tools / "apply.py"
+        check: list[str | Path] = [arms.tools / "check_sources.py", "--bundle", arms.bundle]
+        measured["check_sources --full"] = lambda: run(sys.executable, *check, "--root", arms.tree, "--full")
+        measured["check_sources"] = lambda: run(sys.executable, *check, "--root", arms.tree)
+        measured["check_sources of the bundle alone"] = lambda: run(sys.executable, *check)
         measured[IMPORT] = lambda: run(sys.executable, "-c", "import click, unidiff")
-        measured["apply.py apply --help"] = lambda: run(sys.executable, TOOL, "apply", "--help")
+        measured["apply.py apply --help"] = lambda: run(sys.executable, tool, "apply", "--help")
         measured["apply.py recover, nothing to do"] = lambda: run(
-            sys.executable, TOOL, "recover", "--root", empty, expect=3
+            sys.executable, tool, "recover", "--root", empty, expect=3
+        )
+        measured["apply.py recover, nothing to do, nothing compiled"] = lambda: run(
+            sys.executable, "-B", arms.source / "apply.py", "recover", "--root", empty, expect=3
         )
         unpacking = statistics.median(spent(arms.fresh).processor for _ in range(3))
         times: dict[str, list[Spent]] = {name: [] for name in measured}
@@ -207,8 +213,9 @@ def main(patches: int, files: int, hunks: int, runs: int, as_json: bool) -> None
     for name, one, two, must in PAIRS:
         rows.append(Row(name, wall[one] / wall[two], "ratio", must))
         rows.append(Row(f"{name}: processor", processor[one] / processor[two], "ratio"))
-    alone = processor["check_sources --full"] - processor["check_sources"]
-    rows.append(Row("attestation alone: processor", alone / processor["sha256sum -c of the release"], "ratio"))
+    for name, times_of in (("attestation alone / sha256sum -c", wall), ("attestation alone: processor", processor)):
+        alone = times_of["check_sources --full"] - times_of["check_sources"]
+        rows.append(Row(name, alone / times_of["sha256sum -c of the release"], "ratio"))
     show(rows, as_json, provenance.of(__file__, None))
 
 

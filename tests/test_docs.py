@@ -30,7 +30,7 @@ HOUSE = [
     ROOT / "docs" / "states.svg",
 ]
 COMMANDS: dict[str, click.Command] = {**cli.apply_cli.commands, "check_sources.py": cli.check_cli}
-TARGET_VERBS = ("apply", "revert", "plan", "status", "attest", "check_sources.py")
+TARGET_VERBS = ("apply", "revert", "plan", "status", "explain", "attest", "check_sources.py")
 
 
 def page(name: str) -> str:
@@ -178,12 +178,17 @@ def result_keys() -> set[str]:
 
 
 def inner_keys(name: str) -> set[str]:
-    """The keys of the table that the command line assigns to ``report.result[name]``."""
+    """The keys of the table that the command line assigns to ``report.result[name]``, and those that it adds later."""
+    keys: set[str] = set()
     for node in ast.walk(ast.parse((PACKAGE / "cli.py").read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"report.result[{name!r}]":
+        place = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        if isinstance(node, ast.Assign) and place == f"report.result[{name!r}]":
             assert isinstance(node.value, ast.Dict)
-            return {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
-    raise AssertionError(name)
+            keys |= {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
+        elif place.startswith(f"report.result[{name!r}]["):
+            keys.add(ast.literal_eval(place.removeprefix(f"report.result[{name!r}][").removesuffix("]")))
+    assert keys, name
+    return keys
 
 
 def test_every_key_of_a_result_is_in_the_reference_and_no_other() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import marshal
 import os
 import py_compile
 import subprocess
@@ -11,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from patchbundle import bytecode
-from patchbundle.errors import Exit
+from patchbundle import bytecode, canonical
+from patchbundle.errors import BundleError, Exit, Reason
 from patchbundle.tree import Tree
 from tests import toy as toys
 from tests import trees
 from tests.toy import Toy
 
 ENGINE = "sglang/srt/engine.py"
+OLD = "sglang/srt/old.py"
 OURS = f"{toys.HOME}/alpha.py"
 
 
@@ -57,6 +60,58 @@ def test_a_declared_change_of_mode_lets_those_run_it_who_may_read_it(toy: Toy, b
     assert mode(toy.tree / "sglang/srt/launch.sh") == after
     assert trees.revert(toy).code == 0
     assert mode(toy.tree / "sglang/srt/launch.sh") == before
+
+
+@pytest.mark.parametrize("bits", [0o644, 0o600, 0o444, 0o664, 0o2640])
+@pytest.mark.parametrize("stops", [[], ["beta-second"], ["gamma-third"]], ids=["at once", "level by level", "twice"])
+def test_a_removed_file_of_the_release_comes_back_with_its_own_mode(toy: Toy, bits: int, stops: list[str]) -> None:
+    (toy.tree / OLD).chmod(bits)
+    before = trees.snapshot(toy.tree, times=False)
+    for stop in stops:
+        assert trees.apply(toy, "--to", stop).code == 0
+    assert trees.apply(toy).code == (3 if "gamma-third" in stops else 0)
+    receipt = json.loads((toy.tree / toys.HOME / "receipt.json").read_bytes())
+    assert receipt.get("kept", {}) == ({} if bits == 0o644 else {OLD: f"{bits:04o} {os.geteuid()} {os.getegid()}"})
+    assert trees.status(toy, "--json").table["result"]["status"]["receipt"] == "current"
+    assert trees.check(toy, "--full").code == 0
+    assert trees.revert(toy).code == 0
+    assert trees.snapshot(toy.tree, times=False) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_removed_file_of_the_release_comes_back_with_its_own_owner(toy: Toy) -> None:
+    os.chown(toy.tree / OLD, trees.NOBODY, 12)
+    whole_way(toy)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_who_cannot_give_a_removed_file_back_to_its_owner_is_refused_before_anything_is_written() -> None:
+    with trees.open_place() as place:
+        toy = toys.make(place / "toy")
+        os.chown(toy.tree / OLD, 12, 12)
+        assert trees.apply(toy).code == 0
+        trees.give_away(toy.tree)
+        before = trees.snapshot(toy.tree)
+        result = trees.unprivileged(lambda: trees.revert(toy, "--json"))
+        assert (result.code, result.reason) == (1, "owner")
+        assert trees.snapshot(toy.tree) == before
+
+
+@pytest.mark.parametrize(
+    "kept",
+    ['"0640"', '{"OLD": "0640"}', '{"OLD": 7}', '{"OLD": "9999 0 0"}', '{"ENGINE": "0600 0 0"}', "null", "[]"],
+)
+def test_what_a_damaged_receipt_keeps_is_not_followed(toy: Toy, kept: str) -> None:
+    (toy.tree / OLD).chmod(0o600)
+    assert trees.apply(toy).code == 0
+    place = toy.tree / toys.HOME / "receipt.json"
+    table = json.loads(place.read_bytes())
+    table["kept"] = json.loads(kept.replace("OLD", OLD).replace("ENGINE", ENGINE))
+    place.write_bytes(canonical.dump(table) if kept != "null" else json.dumps(table).encode())
+    assert trees.status(toy, "--json").table["result"]["status"]["receipt"] == "other"
+    assert trees.revert(toy).code == 0
+    assert mode(toy.tree / OLD) == 0o644
+    assert mode(toy.tree / ENGINE) == 0o644
 
 
 @pytest.mark.parametrize("bits", [0o755, 0o700, 0o750, 0o2750, 0o2775, 0o1777, 0o711, 0o2700])
@@ -291,6 +346,56 @@ KINDS = {
     "checked": py_compile.PycInvalidationMode.CHECKED_HASH,
     "unchecked": py_compile.PycInvalidationMode.UNCHECKED_HASH,
 }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimize", [0, 1, 2])
+def test_bytecode_of_other_code_under_the_right_digest_is_seen_by_the_whole_check(
+    toy: Toy, kind: str, optimize: int
+) -> None:
+    """Whoever can write a cache can write any code under its source's digest or time stamp."""
+    assert trees.apply(toy).code == 0
+    source = toy.tree / OURS
+    honest = importlib.util.cache_from_source(str(source), optimization=optimize or "")
+    py_compile.compile(str(source), honest, doraise=True, invalidation_mode=KINDS[kind], optimize=optimize)
+    assert trees.check(toy, "--full").code == 0
+    head = Path(honest).read_bytes()[:16]
+    Path(honest).write_bytes(head + marshal.dumps(compile("def start(): evil\ndef stop(): ...\n", OURS, "exec")))
+    assert trees.check(toy).code == 0, "without --full its digest is believed"
+    done = trees.check(toy, "--full", "--json")
+    assert (done.code, done.reason) == (1, "bytecode")
+    assert done.table["error"]["where"] == honest
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff" * 64, b"N", marshal.dumps(7), b"(" + b"\xff" * 4], ids=repr)
+def test_bytecode_that_cannot_even_be_read_is_seen_too(toy: Toy, body: bytes) -> None:
+    assert trees.apply(toy).code == 0
+    place = Path(importlib.util.cache_from_source(str(toy.tree / OURS)))
+    py_compile.compile(str(toy.tree / OURS), str(place), doraise=True)
+    place.write_bytes(place.read_bytes()[:16] + body)
+    assert trees.check(toy, "--full", "--json").reason == "bytecode"
+
+
+def test_bytecode_that_the_interpreter_would_not_run_is_not_asked_for(toy: Toy) -> None:
+    assert trees.apply(toy).code == 0
+    place = Path(importlib.util.cache_from_source(str(toy.tree / OURS)))
+    py_compile.compile(str(toy.tree / OURS), str(place), doraise=True)
+    raw = place.read_bytes()
+    for head in (b"\0\0\r\n" + raw[4:16], raw[:8] + b"\0" * 8, raw[:8] + raw[8:12] + b"\0" * 4):
+        place.write_bytes(head + marshal.dumps(7))
+        assert trees.check(toy, "--full").code == 0
+
+
+def test_an_interpreter_that_dies_over_a_cache_names_it_and_goes_on(toy: Toy, tmp_path: Path) -> None:
+    caches = [bytecode.Cache(toy.tree, f"{name}.pyc", f"{name}.py", "unchecked") for name in ("a", "b", "c")]
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho 0\ncase "$5" in *a.pyc) echo 1; kill -SEGV $$;; esac\n')
+    python.chmod(0o755)
+    assert [cache.path for cache in bytecode.forged(caches, toy.tree, str(python))] == ["b.pyc"]
+    python.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(BundleError) as caught:
+        bytecode.forged(caches, toy.tree, str(python))
+    assert caught.value.reason is Reason.UNREADABLE
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,6 +38,7 @@ class Scene:
     root: Path
     images: dict[str, Image] = field(default_factory=dict)
     plans: dict[str, tuple[State, Plan]] = field(default_factory=dict)
+    levels: dict[tuple[tuple[str, tuple[int, bytes]], ...], int | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, bundle: Bundle, root: Path) -> Scene:
@@ -103,13 +104,12 @@ class Scene:
         Raises:
             AssertionError: neither.
         """
-        seen = without_bytecode(self.seen())
+        whole = self.seen()
+        seen = without_bytecode(whole)
         ours = [path for path in seen if ".patchbundle" in path]
         assert not ours, f"left behind: {', '.join(ours)}"
         other = DIRECTIONS[1 - DIRECTIONS.index(direction)]
-        # Which processes are older than a change is another question, and a slow one.
-        with mock.patch.object(processes, "older_than", return_value=[]):
-            level = work.status(self.bundle, self.target).state.level
+        level = self._level(whole)
         for word, start in (("old", direction), ("new", other)):
             if seen == without_bytecode(self.images[start]):
                 expected = self.plans[start][1].start.level
@@ -117,6 +117,16 @@ class Scene:
                 return word
         old = without_bytecode(self.images[direction])
         raise AssertionError(f"neither old nor new: {sorted(path for path in seen if seen[path] != old.get(path))}")
+
+    def _level(self, image: Image) -> int | None:
+        """What ``status`` says of the tree, which is as in ``image``. Of two trees without a difference it is asked
+        once: most of many thousand ends are one of a few."""
+        key = tuple(image.items())
+        if key not in self.levels:
+            # Which processes are older than a change is another question, and a slow one.
+            with mock.patch.object(processes, "older_than", return_value=[]):
+                self.levels[key] = work.status(self.bundle, self.target).state.level
+        return self.levels[key]
 
     def end_of_recovery(self, direction: str, back: bool = False) -> str:
         """Recover, and where that ends. ``--back`` may be refused, with the words to go on; then go on."""

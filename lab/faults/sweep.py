@@ -7,6 +7,7 @@ at where it ends.
 from __future__ import annotations
 
 import errno
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -156,22 +157,29 @@ class Sweep:
                 yield Point("recovery failed once", f"{place}, call {number} ({kind}): {words}", failed)
 
     def _killed_twice(self, place: str, direction: str, image: Image, back: bool, first: int) -> Iterator[Point]:
+        @functools.cache
+        def second() -> Image:
+            self.scene.lay(image)
+            killed(lambda: self.scene.recover(back), Kill(first))
+            return self.scene.seen()
+
+        @functools.cache
+        def changes(again: bool) -> int:
+            try:
+                return len(self._count(second(), lambda: self.scene.recover(again)).changes)
+            except BundleError as error:
+                assert again and error.exit_code == Exit.RECOVERY_NEEDED, str(error)
+                return 0
+
         for pair in range(self.pairs):
             # A way back may be killed on its way back too; where that way is closed it goes on.
             again = bool((first + pair) % 2)
 
             def twice(again: bool = again, pair: int = pair) -> str:
-                self.scene.lay(image)
-                killed(lambda: self.scene.recover(back), Kill(first))
-                second = self.scene.seen()
-                try:
-                    changes = len(self._count(second, lambda: self.scene.recover(again)).changes)
-                except BundleError as error:
-                    assert again and error.exit_code == Exit.RECOVERY_NEEDED, str(error)
-                    changes = 0
-                if changes:
-                    self.scene.lay(second)
-                    number = 1 + (first * 7 + pair * 13) % changes
+                total = changes(again)
+                self.scene.lay(second())
+                if total:
+                    number = 1 + (first * 7 + pair * 13) % total
                     killed(lambda: self.scene.recover(again), Kill(number))
                 return self.scene.end_of_recovery(direction)
 

@@ -62,6 +62,63 @@ receipt: current
   patched at step 2   sglang/srt/research/kernels/beta.cu
   unexpected          sglang/srt/research/extra.py
 [1]
+$ apply.py status --root tree --diff
+target:  /where/tree
+version: 0.5.19
+torch:   not seen
+base:    sglang-0.5.19 (prefill)
+level:   drifted; nearest is 2 of 3 (beta-second)
+receipt: current
+  drifted             sglang/srt/engine.py
+  wrong mode          sglang/srt/launch.sh
+  absent              sglang/srt/layers/deep/er/notes.txt
+  missing             sglang/srt/layers/pool.py
+  patched at step 2   sglang/srt/layers/wired.py
+  base                sglang/srt/old.py
+  patched at step 1   sglang/srt/research/__init__.py
+  patched at step 1   sglang/srt/research/alpha.py
+  wrong kind          sglang/srt/research/gates.py
+  patched at step 2   sglang/srt/research/kernels/beta.cu
+  unexpected          sglang/srt/research/extra.py
+differences from level 2 of 3 (beta-second): 5
+
+diff --git a/sglang/srt/engine.py b/sglang/srt/engine.py
+--- a/sglang/srt/engine.py
++++ b/sglang/srt/engine.py
+@@ -40,3 +40,4 @@ engine = 37
+ engine = 38
+ engine = 39
+ engine = 40
++edited = 1
+
+diff --git a/sglang/srt/launch.sh b/sglang/srt/launch.sh
+old mode 100755
+new mode 100644
+
+diff --git a/sglang/srt/layers/pool.py b/sglang/srt/layers/pool.py
+deleted file mode 100644
+--- a/sglang/srt/layers/pool.py
++++ /dev/null
+@@ -1,13 +0,0 @@
+-pool = 1
+-pool = 2
+-pool = 3
+-pool = 4
+-pool = 5
+-pool = 6
+-pool = 7
+-pool = 8
+-pool = 9
+-pool = 10
+-pool = 11
+-pool = 12
+-pool = beta.pool
+
+sglang/srt/research/gates.py: a folder stands there
+
+diff --git a/sglang/srt/research/extra.py b/sglang/srt/research/extra.py
+new file mode 100644
+[1]
 $ apply.py apply --root tree
 target:  /where/tree
 version: 0.5.19

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from patchbundle import record
@@ -44,6 +44,8 @@ class Seen:
 
 
 Survey = Mapping[str, Seen]
+# Path -> SHA-256 and size, as a release lists its files.
+Entries = Mapping[str, tuple[str, int]]
 
 
 def survey(tree: Tree, top: str = "", skip: frozenset[str] = _BYTECODE, limit: int | None = None) -> Survey:
@@ -68,24 +70,43 @@ def attest(tree: Tree, bundle: Bundle, state: State, level: int, seen: Survey | 
     base = state.base
     archive, expected = _entries_of_crate(bundle, base) if base.is_crate else _entries_of_wheel(tree, state, level)
     pinned = set(state.pins.paths) | {base.receipt}
-    top = "" if base.is_crate else base.marker.partition("/")[0]
+    seen = survey_of(tree, base, expected) if seen is None else seen
+    below = f"{_top(base)}/".lstrip("/")
+    extra = [
+        path
+        for path, item in seen.items()
+        if item.identity.kind != "folder" and path.startswith(below) and path not in expected and path not in pinned
+    ]
+    missing, changed = differences(tree, seen, expected, pinned)
+    changed += [file.path for file in state.files if not file.holds]
+    return Attestation(archive, len(expected), tuple(missing), tuple(sorted(changed)), tuple(extra))
+
+
+def _top(base: Base) -> str:
+    """The folder that everything of the release lies in, its metadata apart; '' for a crate."""
+    return "" if base.is_crate else base.marker.partition("/")[0]
+
+
+def survey_of(tree: Tree, base: Base, expected: Entries) -> Survey:
+    """A survey of a tree of ``base`` that looks no closer than what its release holds asks for."""
     # What is larger than every file of the release is none of them, whatever it holds.
     largest = max((size for _, size in expected.values()), default=0)
-    seen = survey(tree, top, _BUILDS if base.is_crate else _BYTECODE, largest) if seen is None else seen
-    found = {path: item.identity for path, item in seen.items() if item.identity.kind != "folder"}
-    below = f"{top}/" if top else ""
-    extra = [path for path in found if path.startswith(below) and path not in expected and path not in pinned]
+    return survey(tree, _top(base), _BUILDS if base.is_crate else _BYTECODE, largest)
+
+
+def differences(tree: Tree, seen: Survey, expected: Entries, apart: Set[str]) -> tuple[list[str], list[str]]:
+    """Which of the release's files are missing, and which are changed; those ``apart`` are not looked at."""
     missing, changed = [], []
     for path, (digest, size) in sorted(expected.items()):
-        if path in pinned:
+        if path in apart:
             continue
-        identity = found.get(path) or tree.find(path, size, keep=False).identity
+        found = seen.get(path)
+        identity = found.identity if found is not None else tree.find(path, size, keep=False).identity
         if identity == ABSENT:
             missing.append(path)
         elif (identity.sha256, identity.size) != (digest, size):
             changed.append(path)
-    changed += [file.path for file in state.files if not file.holds]
-    return Attestation(archive, len(expected), tuple(missing), tuple(sorted(changed)), tuple(extra))
+    return missing, changed
 
 
 def _entries_of_wheel(tree: Tree, state: State, level: int) -> tuple[str, dict[str, tuple[str, int]]]:
@@ -100,17 +121,27 @@ def _entries_of_wheel(tree: Tree, state: State, level: int) -> tuple[str, dict[s
             next_step="reinstall the distribution; without its RECORD only pinned files can be checked",
         )
     receipt = state.base.receipt
-    old = {receipt: record.found(data, receipt), **state.pins.at(level)}
-    new = {receipt: ABSENT, **state.pins.at(0)}
+    old = {receipt: record.found(data, receipt), **state.pins.recorded_at(level)}
+    overlay = {path: item.release for path, item in state.base.overlay.items()}
+    new = {receipt: ABSENT, **state.pins.at(0), **overlay}
     entries = record.entries(record.edit(data, old, new, state.record_path))
+    return archive_of(state.base, entries, f"{tree.root}/{state.record_path}"), entries
+
+
+def archive_of(base: Base, entries: Entries, where: str) -> str:
+    """The published wheel whose RECORD has these entries.
+
+    Raises:
+        BundleError: NOT_ATTESTED, if none has.
+    """
     digest = record.entries_digest(entries)
-    for archive in state.base.archives:
+    for archive in base.archives:
         if archive.entries == digest:
-            return archive.filename, entries
+            return archive.filename
     raise BundleError(
         Reason.NOT_ATTESTED,
-        f"{tree.root}/{state.record_path}",
-        expected=f"the entries of a published wheel of {state.base.distribution} {state.base.version}",
+        where,
+        expected=f"the entries of a published wheel of {base.distribution} {base.version}",
         found=f"entries with digest {digest}",
         next_step="reinstall the distribution from the package index",
     )

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from patchbundle import names, store
 from patchbundle.errors import BundleError, Reason
+from patchbundle.identity import Identity
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover - the node's Python decides
     import tomli as tomllib
 
+OVERLAYS = "config/overlays"
 ROLES = ("prefill", "decode", "router")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]*")
 _AREA = re.compile(r"[a-z]+")
@@ -44,6 +46,18 @@ class Archive:
 
 
 @dataclass(frozen=True)
+class Overlay:
+    """A file of the release that an operator's image holds otherwise.
+
+    ``found`` is what the image has, ``release`` what the release has, ``recorded`` what the image's RECORD says of it.
+    """
+
+    found: Identity
+    release: Identity
+    recorded: Identity
+
+
+@dataclass(frozen=True)
 class Base:
     """A pinned upstream release, or an operator's own image of one."""
 
@@ -57,6 +71,7 @@ class Base:
     torch: str = ""
     members: str = ""  # file under config/ that lists the members of a source archive
     build: tuple[Archive, ...] = ()  # source archives of others that a build of a source archive needs
+    overlay: Mapping[str, Overlay] = field(default_factory=dict)  # of an operator's image: what it holds otherwise
 
     @property
     def home(self) -> str:
@@ -66,6 +81,15 @@ class Base:
     @property
     def receipt(self) -> str:
         return f"{self.home}/receipt.json"
+
+    @property
+    def is_release(self) -> bool:
+        """Whether it is a published release as it stands, and no operator's image."""
+        return not self.overlay
+
+    def overlay_file(self, path: str) -> str:
+        """Where the bundle keeps the bytes of an overlay that a patch touches."""
+        return f"{OVERLAYS}/{self.id}/{path}"
 
     @property
     def is_crate(self) -> bool:
@@ -113,10 +137,42 @@ def parse(raw: bytes, where: str) -> dict[str, Base]:
     check_keys(table, {"schema", "bases"}, where)
     check_schema(table, where)
     entries = _tables(table["bases"], f"{where}: bases")
-    return {base_id: _base(base_id, entry, f"{where}: bases.{base_id}") for base_id, entry in entries.items()}
+    found: dict[str, Base] = {}
+    for base_id, entry in entries.items():
+        check_id(base_id, f"{where}: bases")
+        read = _image if isinstance(entry, dict) and "from" in entry else _base
+        found[base_id] = read(base_id, entry, f"{where}: bases.{base_id}", found)
+    return found
 
 
-def _base(base_id: str, entry: object, where: str) -> Base:
+def check_id(base_id: str, where: str) -> None:
+    """Refuse what is no name of a base."""
+    if not _ID.fullmatch(base_id):
+        raise refuse(where, "a name of letters, digits, '.', '-', '+' and '_'", repr(base_id))
+
+
+def _image(base_id: str, entry: dict[str, Any], where: str, releases: Mapping[str, Base]) -> Base:
+    """An operator's image: a release named before it, and what differs."""
+    check_keys(entry, {"from", "overlay"}, where)
+    release = releases.get(entry["from"]) if isinstance(entry["from"], str) else None
+    if release is None or not release.is_release:
+        raise refuse(where, "from: a release that stands before it", repr(entry["from"]))
+    overlay = {}
+    for path, table in _tables(entry["overlay"], f"{where}.overlay").items():
+        place = f"{where}.overlay.{names.check(path, where)}"
+        check_keys(table, {"found", "release", "recorded"}, place)
+        try:
+            overlay[path] = Overlay(**{key: Identity.parse(str(text)) for key, text in table.items()})
+        except ValueError as error:
+            raise refuse(place, "MODE SHA-256 SIZE, three times", str(error)) from None
+        if not all(item.is_file for item in (overlay[path].found, overlay[path].release, overlay[path].recorded)):
+            raise refuse(place, "three plain files", "absent")
+        if path == release.receipt or path.startswith(f"{release.home}/"):
+            raise refuse(place, "a file of the release", "a folder of ours")
+    return replace(release, id=base_id, overlay=overlay)
+
+
+def _base(base_id: str, entry: object, where: str, _: Mapping[str, Base]) -> Base:
     strings = {"role", "distribution", "version", "marker"}
     check_keys(entry, strings | {"install", "archives"}, where, optional={"torch", "members", "origin", "build"})
     assert isinstance(entry, dict)
@@ -125,8 +181,6 @@ def _base(base_id: str, entry: object, where: str) -> Base:
     for key in sorted(strings):
         if not isinstance(entry[key], str) or not entry[key] or not entry[key].isprintable():
             raise refuse(where, f"{key}: a text", repr(entry[key]))
-    if not _ID.fullmatch(base_id):
-        raise refuse(where, "a name of letters, digits, '.', '-', '+' and '_'", repr(base_id))
     if entry["role"] not in ROLES:
         raise refuse(where, f"role: one of {', '.join(ROLES)}", repr(entry["role"]))
     names.check(entry["marker"], where)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchbundle import names
-from patchbundle.errors import BundleError
+from patchbundle.errors import BundleError, Reason
 from patchbundle.tree import Tree
 
 
@@ -74,6 +74,61 @@ def find(tree: Tree, modules: Iterable[str], mirrors: Iterable[Path] = ()) -> li
     for cache in found:
         seen.setdefault(f"{cache.folder}/{cache.path}", cache)
     return list(seen.values())
+
+
+# Run by an interpreter for its own bytecode: which of these would it run although they are not their source's? A crash
+# over one of them is an answer too, so each is named before it is read.
+_FORGED = """
+import importlib.util, marshal, os, sys
+for index, (path, source) in enumerate(zip(sys.argv[1::2], sys.argv[2::2])):
+    print(index, flush=True)
+    with open(path, "rb") as stream:
+        data = stream.read()
+    with open(source, "rb") as stream:
+        text = stream.read()
+        status = os.fstat(stream.fileno())
+    flags = int.from_bytes(data[4:8], "little")
+    parts = (int(status.st_mtime), status.st_size)
+    stamp = b"".join((part & 0xFFFFFFFF).to_bytes(4, "little") for part in parts)
+    meant = importlib.util.source_hash(text) if flags & 1 else stamp
+    if data[:4] == importlib.util.MAGIC_NUMBER and data[8:16] == meant:
+        level = path.rpartition(".opt-")[2].removesuffix(".pyc")
+        made = compile(text, source, "exec", dont_inherit=True, optimize=int(level) if level in ("1", "2") else 0)
+        try:
+            same = marshal.loads(data[16:]) == made
+        except (EOFError, ValueError, TypeError):
+            same = False
+        if not same:
+            print("forged", flush=True)
+"""
+
+
+def forged(caches: Iterable[Cache], root: Path, python: str) -> list[Cache]:
+    """Those of ``caches`` that ``python`` would run in place of their source below ``root`` and that are other code.
+
+    It compiles each source and compares the code, its line numbers included. What another interpreter made, or what it
+    would not run, is not among them. Only the interpreter itself reads the code, in a process of its own.
+    """
+    import subprocess
+
+    left = [cache for cache in caches if cache.kind in {"timestamp", "checked", "unchecked"}]
+    found: list[Cache] = []
+    while left:
+        words = [str(part) for cache in left for part in (cache.folder / cache.path, root / cache.module)]
+        done = subprocess.run([python, "-I", "-S", "-c", _FORGED, *words], capture_output=True, text=True, check=False)
+        at = -1
+        for line in done.stdout.split():
+            if line == "forged":
+                found.append(left[at])
+            else:
+                at = int(line)
+        if done.returncode and at >= 0:
+            # It could not even be read.
+            found += [cache for cache in left[at : at + 1] if cache not in found]
+        elif done.returncode:
+            raise BundleError(Reason.UNREADABLE, python, expected="a Python interpreter", found=done.stderr[-200:])
+        left = left[at + 1 :] if done.returncode else []
+    return found
 
 
 def _beside(

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SCHEMA = 1
 # Verbs that change nothing.
-_READERS = ("plan", "status", "check", "rebase-report", "env")
+_READERS = ("plan", "status", "check", "rebase-report", "env", "explain")
 # What a node needs; the rest is for a workstation with a clone.
-NODE_VERBS = ("plan", "apply", "revert", "status", "recover", "exec", "env")
+NODE_VERBS = ("plan", "apply", "revert", "status", "explain", "recover", "exec", "env")
 
 
 def bundle_root() -> Path:
@@ -48,6 +48,8 @@ class Report:
         self.as_json = as_json
         self.verbose = verbose
         self.result: dict[str, Any] = {}
+        # Folders by the names that stand for them; None prints JSON as it is.
+        self.hidden: dict[str, str] | None = None
         self._began = time.monotonic()
 
     def say(self, text: str = "") -> None:
@@ -75,6 +77,10 @@ class Report:
                 "result": self.result,
                 "error": None if error is None else error.as_dict(),
             }
+            if self.hidden is not None:
+                from patchbundle import private
+
+                table = private.scrubbed(table, self.hidden)
             click.echo(json.dumps(_all_shown(table), indent=1, sort_keys=True))
         elif error is not None:
             click.echo(_shown(str(error)), err=True)
@@ -193,6 +199,16 @@ def _discover(report: Report, bundle: Bundle, options: Mapping[str, Any]) -> Tar
     report.result["target"] = {"root": str(target.root), "version": target.version, "torch": target.torch}
     report.result["warnings"] = target.warnings
     return target
+
+
+def _hide(report: Report, bundle_path: Path, options: Mapping[str, Any]) -> None:
+    """What this verb prints as JSON goes into tickets: nothing in it tells whose machine it is."""
+    if report.as_json:
+        from patchbundle import fetch, private
+
+        places = [("$ROOT", options["root"]), ("$PYTHON", options["python"]), ("$BUNDLE", bundle_path)]
+        places += [("$CACHE", fetch.cache_folder()), ("$HOME", Path.home())]
+        report.hidden = private.names_of(places)
 
 
 def _plan_result(report: Report, plan: Plan) -> None:
@@ -413,6 +429,7 @@ def _say_processes(report: Report, census: Census) -> None:
 
 @apply_cli.command("status")
 @target_options
+@click.option("--diff", is_flag=True, help="Show how drifted files differ from the nearest known state.")
 @click.option(
     "--router",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -420,7 +437,9 @@ def _say_processes(report: Report, census: Census) -> None:
 )
 @click.option("--processes", is_flag=True, help="Tell every process that runs from the tree, with its gates.")
 @verb("status")
-def status_command(report: Report, bundle_path: Path, router: Path | None, processes: bool, **options: Any) -> Exit:
+def status_command(
+    report: Report, bundle_path: Path, diff: bool, router: Path | None, processes: bool, **options: Any
+) -> Exit:
     """Tell where a tree stands, file by file. Needs no lock and no write access.
 
     Exit code 0 at a known level, 1 if the tree has drifted, 4 if a run was interrupted.
@@ -429,10 +448,13 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, proce
 
     bundle = manifest.load(bundle_path)
     if router is not None:
-        if any(options.values()) or processes:
+        if diff or processes or any(options.values()):
             raise click.UsageError("--router is about a file: it goes with no option of a target")
         return _router_status(report, bundle, router)
+    _hide(report, bundle_path, options)
     target = _discover(report, bundle, options)
+    if report.hidden is not None:
+        report.hidden = {str(target.root): "$ROOT", **report.hidden}
     status = work.status(bundle, target)
     state = status.state
     report.result["status"] = {
@@ -474,6 +496,8 @@ def status_command(report: Report, bundle_path: Path, router: Path | None, proce
         _say_processes(report, status.census)
     for process in () if processes else status.census.older:
         report.say(f"running since before the change: {process.name}, pid {process.pid}")
+    if diff:
+        _say_differences(report, target, state)
     return Exit.DONE if state.level is not None else Exit.REFUSED
 
 
@@ -536,6 +560,84 @@ def exec_command(
     return Exit.DONE
 
 
+def _say_differences(report: Report, target: Target, state: State) -> None:
+    from patchbundle import explain
+    from patchbundle.tree import Tree
+
+    with Tree(target.root) as tree:
+        found = list(explain.differences(tree, state))
+    report.result["status"]["diff"] = [vars(item) for item in found]
+    report.say(f"differences from {state.describe(state.nearest)}: {len(found) or 'none'}")
+    colours = {"+": "green", "-": "red", "@": "cyan"}
+    for item in found:
+        report.say()
+        shown = item.diff.startswith("diff --git")
+        lines = item.diff.rstrip("\n").split("\n") if shown else [f"{item.path}: {item.diff}"]
+        for line in lines:
+            # What stands in a file must not speak to the terminal.
+            text = "".join(sign if sign.isprintable() or sign == "\t" else ascii(sign)[1:-1] for sign in line)
+            bold = line.startswith(("diff ", "+++ ", "--- "))
+            report.say(click.style(text, fg=None if bold else colours.get(line[:1]), bold=bold or None))
+
+
+@apply_cli.command("explain")
+@click.argument("file", metavar="FILE")
+@target_options
+@verb("explain")
+def explain_command(report: Report, bundle_path: Path, file: str, **options: Any) -> Exit:
+    """Tell which patches touch FILE of a tree, why, by which gate, and how to take them off."""
+    from patchbundle import explain, manifest, names, work
+    from patchbundle.tree import Tree
+
+    bundle = manifest.load(bundle_path)
+    target = _discover(report, bundle, options)
+    path = names.below(target.root, file, "FILE")
+    with Tree(target.root) as tree:
+        state = work.look(bundle, target, tree)
+        there = tree.kind(path)
+    word = next((item.word for item in state.files if item.path == path), None)
+    found = explain.touches(state, target, path)
+    report.result["explain"] = {
+        "path": path,
+        "kind": there,
+        "word": word,
+        "level": state.level,
+        "patches": [
+            {
+                "id": touch.patch.id,
+                "level": touch.level,
+                "applied": touch.applied,
+                "does": "installs" if touch.installs else "changes",
+                "description": touch.patch.header.description,
+                "why": touch.patch.header.why,
+                "gate": touch.patch.header.gate,
+                "class": touch.patch.header.patch_class,
+                "drop_when": touch.patch.header.drop_when,
+                "off": touch.off,
+            }
+            for touch in found
+        ],
+    }
+    report.say(f"file:    {path} ({word or there})")
+    for touch in found:
+        header = touch.patch.header
+        report.say()
+        report.say(f"{touch.patch.id}: patch {touch.level}, {'applied' if touch.applied else 'not applied'}")
+        report.say(f"  {'installs it' if touch.installs else 'changes it'}: {header.description}")
+        report.say(f"  why:   {header.why}")
+        report.say(f"  gate:  {header.gate}")
+        if touch.applied:
+            above = len(state.bundle.series(state.base.role)[touch.level : state.nearest])
+            report.say(f"  off:   {touch.off}" + (f"  (and the {above} above it)" if above else ""))
+    if path == state.base.receipt:
+        report.say("the receipt: apply and revert write it; it says which bundle and patches made this tree")
+    elif path == state.record_path:
+        report.say("RECORD: apply and revert keep the lines of the files that they change true, and give them back")
+    elif not found:
+        report.say("no patch of this series touches it; whether it is the release's: check_sources.py --full")
+    return Exit.DONE if found else Exit.NOTHING_TO_DO
+
+
 @apply_cli.command("recover")
 @click.option(
     "--root", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="The tree's root."
@@ -584,7 +686,8 @@ def roundtrip_command(report: Report, bundle_path: Path, role: str | None, each_
     rows = [
         work.roundtrip(bundle, base, each_level=each_level, offline=offline, progress=report.progress)
         for base in bundle.bases.values()
-        if role in (None, base.role)
+        # An operator's image is not to be had from the package index: `base add` proves its way up and down.
+        if role in (None, base.role) and base.is_release
     ]
     head = ("role", "base", "patches", "files", "sources", "before", "after", "reverted", "seconds")
     table = [
@@ -740,6 +843,36 @@ def _extra(name: str) -> Any:
         return importlib.import_module(f"workstation.{name}")
     except ModuleNotFoundError as error:
         raise click.UsageError(f"this needs tools/workstation/ of the repository: {error}") from error
+
+
+@apply_cli.command("base")
+@click.argument("action", metavar="add", type=click.Choice(["add"]))
+@click.option("--from", "tree", type=click.Path(path_type=Path), required=True, help="The image's tree, at base.")
+@click.option("--id", "base_id", metavar="X", required=True, help="The name of the new base.")
+@click.option("--overlay", multiple=True, metavar="FILE", help="A file that differs from the release.")
+@click.option("--offline", is_flag=True, help="Take archives from the cache only.")
+@_dry
+@verb("base")
+def base_command(
+    report: Report,
+    bundle_path: Path,
+    action: str,
+    tree: Path,
+    base_id: str,
+    overlay: tuple[str, ...],
+    offline: bool,
+    dry_run: bool,
+) -> Exit:
+    """Take a fixed image, whose files differ from the release in declared places, in as a base of its own."""
+    from patchbundle import operators
+
+    made = operators.add(bundle_path, base_id, tree, overlay, offline=offline, write=not dry_run)
+    report.result["base"] = made.id
+    report.result["overlay"] = {path: str(item.found) for path, item in made.overlay.items()}
+    report.say(f"{'would add' if dry_run else 'added'}: {made.id} ({made.role}), as {made.version} but for:")
+    for path, item in made.overlay.items():
+        report.say(f"  {path}  {item.found.brief()}")
+    return Exit.DONE
 
 
 @apply_cli.command("env")

@@ -11,6 +11,7 @@ PLAIN = "100644"
 EXECUTABLE = "100755"
 MODES = frozenset({PLAIN, EXECUTABLE})
 
+_ATTRIBUTES = re.compile(r"([0-7]{4}) (0|[1-9][0-9]{0,9}) (0|[1-9][0-9]{0,9})")
 _PIN = re.compile(r"(100644|100755) ([0-9a-f]{64}) (0|[1-9][0-9]*)")
 
 
@@ -62,6 +63,30 @@ class Identity:
 
 
 ABSENT = Identity("absent")
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """What no pin fixes of a file, and what goes with it when it is removed: permission bits, owner and group."""
+
+    bits: int
+    owner: int
+    group: int
+
+    @classmethod
+    def parse(cls, text: str) -> Attributes:
+        """Read what :meth:`__str__` wrote.
+
+        Raises:
+            ValueError: the text is of another form.
+        """
+        match = _ATTRIBUTES.fullmatch(text)
+        if match is None:
+            raise ValueError(f"no permission bits, owner and group: {text!r}")
+        return cls(int(match[1], 8), int(match[2]), int(match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.bits:04o} {self.owner} {self.group}"
 
 
 @dataclass(frozen=True)

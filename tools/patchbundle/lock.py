@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,17 +23,24 @@ class Pins:
 
     ``levels`` are patch ids in order; level k is the tree after the first k of them. ``paths`` maps a path to
     its identity at every level, base included. ``folders`` maps a folder that the series makes to the level
-    that first has it.
+    that first has it. ``recorded`` is what an installed RECORD says of the files that an operator's image holds
+    otherwise than the release, as long as no patch has changed them.
     """
 
     role: str
     levels: tuple[str, ...]
     paths: Mapping[str, tuple[Identity, ...]]
     folders: Mapping[str, int]
+    recorded: Mapping[str, Identity] = field(default_factory=dict)
 
     def at(self, level: int) -> dict[str, Identity]:
         """Every pinned path's identity at a level, paths in the order in which levels introduce them."""
         return {path: self.paths[path][level] for path in self._order}
+
+    def recorded_at(self, level: int) -> dict[str, Identity]:
+        """What an installed RECORD says of every pinned path at a level, in the same order."""
+        pins = self.at(level)
+        return pins | {path: item for path, item in self.recorded.items() if pins[path] == self.paths[path][0]}
 
     def changes(self, level: int) -> tuple[str, ...]:
         """The paths whose identity at a level is not that of the level before."""
@@ -95,6 +102,7 @@ def dump(lock: Lock) -> bytes:
                 "levels": list(pins.levels),
                 "folders": dict(pins.folders),
                 "paths": {path: _steps(chain) for path, chain in pins.paths.items()},
+                **({"recorded": {path: str(item) for path, item in pins.recorded.items()}} if pins.recorded else {}),
             }
             for base_id, pins in lock.bases.items()
         },
@@ -116,6 +124,7 @@ def load(raw: bytes, where: str) -> Lock:
                 levels=tuple(entry["levels"]),
                 paths={path: _chain(steps, len(entry["levels"]) + 1) for path, steps in sorted(entry["paths"].items())},
                 folders=dict(entry["folders"]),
+                recorded={path: Identity.parse(text) for path, text in entry.get("recorded", {}).items()},
             )
             for base_id, entry in table["bases"].items()
         }
@@ -151,6 +160,9 @@ def _check_pins(pins: Pins, where: str) -> None:
     for path in (*pins.paths, *pins.folders):
         names.check(path, where)
     names.check_together(pins.paths, where)
+    for path, identity in pins.recorded.items():
+        if path not in pins.paths or not identity.is_file:
+            raise BundleError(Reason.LOCK, f"{where}: {path}", expected="a pinned file that RECORD lists")
     for folder, level in pins.folders.items():
         if type(level) is not int or not 0 < level <= len(pins.levels):
             raise BundleError(Reason.LOCK, f"{where}: {folder}", expected="a level of the series", found=repr(level))

@@ -228,6 +228,11 @@ def check_version(version: str) -> str:
     return version
 
 
+def is_metadata(path: str) -> bool:
+    """Whether a path belongs to the metadata that an installer keeps of a distribution."""
+    return _INSTALLED.fullmatch(path) is not None
+
+
 def _read_series(artifacts: Mapping[str, bytes]) -> tuple[Patch, ...]:
     if _SERIES not in artifacts:
         raise refuse(_SERIES, "the file", "nothing")
@@ -337,8 +342,9 @@ def _check_orphans(patches: Iterable[Patch], artifacts: Mapping[str, bytes], bas
                 path = base.install_path(source)
                 if path is None:
                     raise refuse(f"{_SERIES}: {patch.id}", f"a source of {', '.join(base.install)}", source)
+    overlays = {base.overlay_file(path) for base in bases.values() for path in base.overlay}
     for path in artifacts:
-        if path not in named:
+        if path not in named or (path.startswith(f"{bases_module.OVERLAYS}/") and path not in overlays):
             raise BundleError(
                 Reason.ORPHAN, path, next_step=f"name it in {_SERIES}, or delete it", found="a file of no patch"
             )
@@ -360,7 +366,7 @@ def _check_installs(patches: Iterable[Patch], bases: Mapping[str, Base]) -> None
             for path in (*owner, *(file.path for file in patch.files)):
                 if path == base.receipt:
                     raise refuse(where, "no change of the receipt, which the tool writes", path)
-                if _INSTALLED.fullmatch(path):
+                if is_metadata(path):
                     raise refuse(where, "no change of the distribution's metadata, which RECORD is part of", path)
 
 

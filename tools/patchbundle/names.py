@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable
+from pathlib import Path
 
 from patchbundle.errors import BundleError, Reason
 
@@ -14,7 +15,7 @@ RESERVED = ".patchbundle"
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
 
 
-def check(path: str, where: str) -> str:
+def check(path: str, where: str, next_step: str = "") -> str:
     """Return ``path`` if it is a plain relative path, in forward slashes, that stays inside its root.
 
     Raises:
@@ -27,8 +28,21 @@ def check(path: str, where: str) -> str:
             where,
             expected="a relative path without '.', '..', '//', backslashes or control characters",
             found=f"{path!r}: {fault}",
+            next_step=next_step,
         )
     return path
+
+
+def below(root: Path, name: str, where: str) -> str:
+    """The path inside ``root`` that somebody named, relative to it or from the top of the machine.
+
+    Raises:
+        BundleError: NAME, if it is not inside.
+    """
+    path = Path(name)
+    if path.is_absolute() and path.is_relative_to(root):
+        path = path.relative_to(root)
+    return check(str(path) if name else "", where, "name a file inside the tree, relative to its root")
 
 
 def _fault(path: str) -> str | None:

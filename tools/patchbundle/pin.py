@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from patchbundle import attest, disk, fetch, lock, names
 from patchbundle import plan as plan_module
-from patchbundle.bases import Base
+from patchbundle.bases import Base, refuse
 from patchbundle.errors import BundleError, Reason
-from patchbundle.identity import File, identity_of
+from patchbundle.identity import File, Identity, identity_of
 from patchbundle.lock import Lock, Pins
 from patchbundle.manifest import Bundle, digests, load_unlocked
 from patchbundle.plan import Stand
@@ -89,7 +90,7 @@ def _check_members(bundle: Bundle, base: Base, tree: Mapping[str, File]) -> None
 
 def _pins(bundle: Bundle, base: Base, members: Mapping[str, File]) -> Pins:
     touched = sorted(plan_module.touched_paths(bundle, base))
-    chain = plan_module.levels(bundle, base, {path: members.get(path) for path in touched})
+    chain = plan_module.levels(bundle, base, before(bundle, base, members, touched))
     # A new file must not stand below a file of the release, or where some file system takes it for one.
     names.check_together(sorted({*members, *touched}), f"the series of {base.id} on its release")
     there = {folder for path in members for folder in names.parents(path)}
@@ -104,9 +105,36 @@ def _pins(bundle: Bundle, base: Base, members: Mapping[str, File]) -> Pins:
     return Pins(
         role=base.role,
         levels=tuple(patch.id for patch in bundle.series(base.role)),
-        paths={path: tuple(identity_of(tree.get(path)) for tree in chain) for path in touched},
+        paths={path: tuple(identity_of(tree.get(path)) for tree in chain) for path in touched}
+        | {path: (item.found,) * len(chain) for path, item in base.overlay.items() if path not in touched},
         folders=dict(sorted(folders.items())),
+        recorded={path: item.recorded for path, item in base.overlay.items()},
     )
+
+
+def before(bundle: Bundle, base: Base, members: Mapping[str, File], paths: Iterable[str]) -> dict[str, File | None]:
+    """What stands at ``paths`` before any patch: the release's file, or the one of an operator's image.
+
+    Raises:
+        BundleError: MANIFEST, if the bundle does not have the bytes of an overlay among them.
+    """
+    result: dict[str, File | None] = {path: members.get(path) for path in paths}
+    for path, item in base.overlay.items():
+        if identity_of(members.get(path)).sha256 != item.release.sha256:
+            raise refuse(f"config/bases.toml: {base.id}", f"the release's file, {item.release.brief()}", path)
+        if path in result:
+            where = base.overlay_file(path)
+            data = bundle.artifacts.get(where)
+            if data is None or Identity.of(data, item.found.mode) != item.found:
+                raise BundleError(
+                    Reason.MANIFEST,
+                    where,
+                    expected=f"the image's own {path}, which a patch changes: {item.found.brief()}",
+                    found="nothing" if data is None else "other bytes",
+                    next_step="run: tools/apply.py base add, again and from the image",
+                )
+            result[path] = File(data, item.found.mode)
+    return result
 
 
 def _check_context(bundle: Bundle) -> None:
@@ -124,12 +152,19 @@ def _check_context(bundle: Bundle) -> None:
 
 def _check_way_back(bundle: Bundle, made: Lock) -> None:
     """Every level can be planned from the top and from the base; the planner checks each interim tree."""
-    locked = Bundle(bundle.root, bundle.bases, bundle.patches, bundle.artifacts, made)
+    # Of what no patch touches in an operator's image the bundle has no bytes, and needs none.
+    known = {
+        base_id: replace(
+            pins, paths={path: chain for path, chain in pins.paths.items() if len(set(chain)) > 1}, recorded={}
+        )
+        for base_id, pins in made.bases.items()
+    }
+    locked = Bundle(bundle.root, bundle.bases, bundle.patches, bundle.artifacts, replace(made, bases=known))
     for base in bundle.bases.values():
-        pins = locked.pins(base)
         members = dict(fetch.members(fetch.fetch(base, fetch.default_archive(base), offline=True)))
-        chain = plan_module.levels(locked, base, {path: members.get(path) for path in pins.paths})
-        top = len(pins.levels)
+        touched = sorted(plan_module.touched_paths(locked, base))
+        chain = plan_module.levels(locked, base, before(locked, base, members, touched))
+        top = len(locked.pins(base).levels)
         ends = Stand(locked, base, 0), Stand(locked, base, top)
         plan_module.plan(ends[0], ends[1], chain[0])
         plan_module.plan(ends[1], ends[0], chain[top])

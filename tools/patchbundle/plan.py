@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from patchbundle import canonical, names, record
 from patchbundle.bases import Base
 from patchbundle.errors import BundleError, Reason
-from patchbundle.identity import ABSENT, PLAIN, File, Identity, identity_of
+from patchbundle.identity import ABSENT, PLAIN, Attributes, File, Identity, identity_of
 from patchbundle.lock import Pins
 from patchbundle.manifest import Bundle, Patch
 
@@ -17,12 +18,16 @@ Tree = dict[str, File | None]
 
 @dataclass(frozen=True)
 class Operation:
-    """One path from an old to a new identity; ``data`` are the new bytes, None for a removal."""
+    """One path from an old to a new identity; ``data`` are the new bytes, None for a removal.
+
+    ``attributes`` are those that a file of the release had when it was removed; None lets the folder suggest them.
+    """
 
     path: str
     old: Identity
     new: Identity
     data: bytes | None
+    attributes: Attributes | None = None
 
     @property
     def verb(self) -> str:
@@ -53,7 +58,7 @@ class Stand:
 
     def recorded(self) -> dict[str, Identity]:
         """What an installed RECORD says of every pinned path."""
-        return self.pins.at(self.level)
+        return self.pins.recorded_at(self.level)
 
     def released(self) -> set[str]:
         """The pinned paths that the base itself has."""
@@ -110,12 +115,13 @@ def plan(
     record_path: str | None = None,
     record_data: bytes | None = None,
     receipt_data: bytes | None = None,
+    attributes: Mapping[str, Attributes] | None = None,
 ) -> Plan:
     """Plan the way from one level to another; every level between is checked against its pins.
 
     From one bundle to another it leads over the base, in memory. ``tree`` holds the bytes of every path that either
     pins; ``record_data`` the bytes of the installed RECORD, if the tree has one; ``receipt_data`` those of the receipt
-    that stands there now.
+    that stands there now; ``attributes`` those that a file which may be removed would not get back by itself.
 
     Raises:
         BundleError: if any interim tree is not exactly as pinned.
@@ -134,8 +140,9 @@ def plan(
         _check_step(current, goal, level, up[level - 1], level)
 
     paths = dict.fromkeys([*goal.pins.at(goal.level), *start.pins.paths])
-    operations = [_operation(path, tree[path], current[path]) for path in paths]
-    receipt = receipt_bytes(goal.bundle, goal.base, goal.level)
+    held = {**kept(start.pins, start.level, receipt_data), **(attributes or {})}
+    operations = [_operation(path, tree[path], current[path], held) for path in paths]
+    receipt = receipt_bytes(goal.bundle, goal.base, goal.level, _removed(goal.pins, goal.level, held))
     if start.base.receipt == goal.base.receipt:
         operations.append(_operation(goal.base.receipt, _file(receipt_data), _file(receipt)))
     else:
@@ -155,11 +162,17 @@ def plan(
     )
 
 
-def receipt_bytes(bundle: Bundle, base: Base, level: int) -> bytes | None:
-    """The receipt of a tree at ``level``: a name to show, recomputable, decided from by nobody."""
+def receipt_bytes(
+    bundle: Bundle, base: Base, level: int, attributes: Mapping[str, Attributes] | None = None
+) -> bytes | None:
+    """The receipt of a tree at ``level``: a name to show, recomputable, decided from by nobody.
+
+    Beside it ``attributes``, if there are any: what removed files of the release get back with their bytes.
+    """
     if level == 0:
         return None
-    receipt = {
+    receipt: dict[str, object] = {"kept": {path: str(item) for path, item in attributes.items()}} if attributes else {}
+    receipt |= {
         "schema": 1,
         "bundle": bundle.lock.digest,
         "base": base.id,
@@ -170,12 +183,33 @@ def receipt_bytes(bundle: Bundle, base: Base, level: int) -> bytes | None:
     return canonical.dump(receipt)
 
 
+def kept(pins: Pins, level: int, receipt_data: bytes | None) -> dict[str, Attributes]:
+    """What the receipt of a tree at ``level`` keeps for the files of the release that are removed there.
+
+    Nothing, if it is damaged: then the folder suggests owner and mode, as for any new file.
+    """
+    try:
+        found = json.loads(receipt_data or b"{}").get("kept", {})
+        return _removed(pins, level, {path: Attributes.parse(text) for path, text in found.items()})
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _removed(pins: Pins, level: int, attributes: Mapping[str, Attributes]) -> dict[str, Attributes]:
+    chains = {path: pins.paths.get(path, (ABSENT,)) for path in attributes}
+    gone = {path for path, chain in chains.items() if chain[0].is_file and not chain[level].is_file}
+    return {path: item for path, item in attributes.items() if path in gone}
+
+
 def _file(data: bytes | None) -> File | None:
     return None if data is None else File(data)
 
 
-def _operation(path: str, old: File | None, new: File | None) -> Operation:
-    return Operation(path, identity_of(old), identity_of(new), None if new is None else new.data)
+def _operation(
+    path: str, old: File | None, new: File | None, attributes: Mapping[str, Attributes] | None = None
+) -> Operation:
+    held = (attributes or {}).get(path) if old is None else None
+    return Operation(path, identity_of(old), identity_of(new), None if new is None else new.data, held)
 
 
 def _edit_record(raw: bytes, start: Stand, goal: Stand, receipt: bytes | None, where: str) -> bytes:

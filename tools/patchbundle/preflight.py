@@ -40,7 +40,9 @@ def check(tree: Tree, plan: Plan, mirrors: Sequence[Path] = ()) -> list[str]:
         if found.identity != op.old:
             raise swapped(tree, op.path, found.identity, op.old)
         if found.status is not None and op.new.is_file:
-            _check_owner(tree, op.path, found.status)
+            _check_owner(tree, op.path, found.status.st_uid, found.status.st_gid)
+        elif op.attributes is not None:
+            _check_owner(tree, op.path, op.attributes.owner, op.attributes.group)
     for folder in plan.new_folders:
         if tree.kind(folder) != "absent":
             raise BundleError(Reason.SWAPPED, str(tree.root / folder), expected="nothing", found=tree.kind(folder))
@@ -93,14 +95,14 @@ def _check_writable(tree: Tree, folder: str) -> None:
             )
 
 
-def _check_owner(tree: Tree, path: str, status: os.stat_result) -> None:
+def _check_owner(tree: Tree, path: str, owner: int, group: int) -> None:
     groups = {os.getegid(), *os.getgroups()}
-    if os.geteuid() != 0 and (status.st_uid != os.geteuid() or status.st_gid not in groups):
+    if os.geteuid() != 0 and (owner != os.geteuid() or group not in groups):
         raise BundleError(
             Reason.OWNER,
             str(tree.root / path),
             expected=f"a file of user {os.geteuid()} and of one of its groups",
-            found=f"owner {status.st_uid}, group {status.st_gid}",
+            found=f"owner {owner}, group {group}",
             next_step="run as the owner of the file",
         )
 

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,30 +168,58 @@ def scan_bytes(path: str, data: bytes) -> Iterator[Finding]:
         if not path.endswith((".patch", ".diff")) and not path.startswith("tests/corpus/"):
             yield Finding(path, data[: error.start].count(b"\n") + 1, "binary", "bytes that are no UTF-8 text")
             return
-    for number, line in enumerate(data.decode("utf-8", "replace").split("\n"), 1):
-        for what, text in _scan_line(line):
-            yield Finding(path, number, what, text)
+    for number, what, text in _scan_text(data.decode("utf-8", "replace")):
+        yield Finding(path, number, what, text)
 
 
-def _scan_line(line: str) -> Iterator[tuple[str, str]]:
-    for what, pattern in _SECRETS.items():
-        if pattern.search(line):
-            # Not the text itself: the report of a leak must not be one.
-            yield what, "(not shown)"
-    for pattern in (_IPV4, _IPV6):
-        for match in pattern.finditer(line):
-            if _is_private_or_real(match[0]):
-                yield "an address", match[0]
-    for match in _MAIL.finditer(line):
-        if not match[0].endswith((".example", "@example.com", "@example.org", ".invalid")):
-            yield "an account", match[0]
-    for match in _URL.finditer(line):
-        rank = re.fullmatch(r".+:(?:[0-9]+|port)@", match[1] or "")
-        if not rank and not _HOSTS.fullmatch(match[2]):
-            yield "a host", match[2]
-    for pattern, what in ((_INTERNAL, "a host"), (_REMOTE, "an account"), (_PATHS, "a private path")):
-        for match in pattern.finditer(line):
-            yield what, match[0]
+def _hidden(_: re.Match[str]) -> str:
+    # Not the text itself: the report of a leak must not be one.
+    return "(not shown)"
+
+
+def _whole(match: re.Match[str]) -> str:
+    return match[0]
+
+
+def _address(match: re.Match[str]) -> str | None:
+    return match[0] if _is_private_or_real(match[0]) else None
+
+
+def _account(match: re.Match[str]) -> str | None:
+    return None if match[0].endswith((".example", "@example.com", "@example.org", ".invalid")) else match[0]
+
+
+def _host(match: re.Match[str]) -> str | None:
+    rank = re.fullmatch(r".+:(?:[0-9]+|port)@", match[1] or "")
+    return None if rank or _HOSTS.fullmatch(match[2]) else match[2]
+
+
+# What a match is called, and what of it is shown; None where it is none after all.
+_RULES: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], str | None]], ...] = (
+    *((what, pattern, _hidden) for what, pattern in _SECRETS.items()),
+    ("an address", _IPV4, _address),
+    ("an address", _IPV6, _address),
+    ("an account", _MAIL, _account),
+    ("a host", _URL, _host),
+    ("a host", _INTERNAL, _whole),
+    ("an account", _REMOTE, _whole),
+    ("a private path", _PATHS, _whole),
+)
+
+
+def _scan_text(text: str) -> Iterator[tuple[int, str, str]]:
+    """Line, name and words of every finding."""
+    # Most texts hold next to nothing: one look at all of one tells which rules are worth a look at each line. What
+    # matches in a line matches in the whole, for "^" and "$" stand for a line's ends there too.
+    rules = [rule for rule in _RULES if re.search(rule[1].pattern, text, rule[1].flags | re.MULTILINE)]
+    for number, line in enumerate(text.split("\n") if rules else (), 1):
+        for what, pattern, shown in rules:
+            for match in pattern.finditer(line):
+                found = shown(match)
+                if found is not None:
+                    yield number, what, found
+                if shown is _hidden:
+                    break
 
 
 def _is_private_or_real(text: str) -> bool:

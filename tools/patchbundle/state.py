@@ -173,14 +173,15 @@ def _record_fault(found: Mapping[str, Found], record_path: str | None, pins: Pin
         )
     try:
         released = {path for path, chain in pins.paths.items() if chain[0].is_file}
-        record.check(data, pins.at(level), record_path, released)
+        record.check(data, pins.recorded_at(level), record_path, released)
     except BundleError as fault:
         return fault
     return None
 
 
 def _receipt(bundle: Bundle, base: Base, level: int, found: Found) -> str:
-    expected = plan_module.receipt_bytes(bundle, base, level)
+    held = plan_module.kept(bundle.pins(base), level, found.data)
+    expected = plan_module.receipt_bytes(bundle, base, level, held)
     if found.identity == ABSENT:
         return "none" if expected is None else "missing"
     if found.data == expected:

@@ -56,6 +56,7 @@ class Target:
     torch: str | None
     record: str | None  # path of the installed RECORD inside the tree, or of what stands in its place
     mirrors: tuple[Path, ...]  # folders that hold bytecode of the tree's modules, with PYTHONPYCACHEPREFIX
+    python: str | None = None  # the interpreter that was asked where it would import the tree from
 
     def describe(self) -> list[str]:
         return [
@@ -122,7 +123,8 @@ def discover(
         _refuse_torches(torch_folder, fitting, beside)
     _check_torch(place, fitting, torch, require_torch)
     record = f"{metadata.name}/RECORD" if metadata is not None and _has_record(metadata) else None
-    return Target(place, fitting, version, torch, record, _mirrors(place, found, prefixes))
+    asked = python and (str(Path(python).absolute()) if "/" in python else python)
+    return Target(place, fitting, version, torch, record, _mirrors(place, found, prefixes), asked)
 
 
 def interrupted_root(root: Path) -> Path:

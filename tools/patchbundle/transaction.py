@@ -14,7 +14,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 from patchbundle import bytecode, journal, preflight
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason, command
-from patchbundle.identity import ABSENT, EXECUTABLE, Identity
+from patchbundle.identity import ABSENT, EXECUTABLE, Attributes, Identity
 from patchbundle.journal import Journal, Step
 from patchbundle.tree import Found, Tree
 
 if TYPE_CHECKING:
-    from patchbundle.plan import Plan
+    from patchbundle.plan import Operation, Plan
 
 _CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 
@@ -113,7 +113,7 @@ def run(
         plan.gone_folders,
         tuple(str(mirror) for mirror in mirrors),
     )
-    data = {op.path: op.data for op in plan.operations if op.data is not None}
+    operations = {op.path: op for op in plan.operations}
     made: set[str] = set()
     tried: list[Step] = []
     changed = False
@@ -121,7 +121,7 @@ def run(
     try:
         disk.replace(journal.NAME, log.dump())
         _tell(progress, "staging")
-        _stage(disk, log, data, made)
+        _stage(disk, log, operations, made)
         log = log.at("commit")
         disk.replace(journal.NAME, log.dump())
         _tell(progress, "renaming")
@@ -274,7 +274,7 @@ def _recover_command(root: Path, *more: str) -> str:
 # Staging.
 
 
-def _stage(disk: Disk, log: Journal, data: dict[str, bytes], made: set[str]) -> None:
+def _stage(disk: Disk, log: Journal, operations: Mapping[str, Operation], made: set[str]) -> None:
     """Lay everything new and everything old beside its place. ``made`` grows by the paths that undoing must remove."""
     for folder in log.new_folders:
         above = folder.rpartition("/")[0]
@@ -288,11 +288,12 @@ def _stage(disk: Disk, log: Journal, data: dict[str, bytes], made: set[str]) -> 
         found = disk.find(step.path)
         if found.identity != step.old:
             raise preflight.swapped(disk, step.path, found.identity, step.old)
-        if step.stage is not None:
-            permissions, owner = _attributes(disk, step, found.status)
+        operation = operations[step.path]
+        if step.stage is not None and operation.data is not None:
+            permissions, owner = _attributes(disk, step, found.status, operation.attributes)
             like = step.path if found.status is not None else None
             with _making(made, step.stage):
-                disk.create(step.stage, data[step.path], permissions, owner, like, sync=False)
+                disk.create(step.stage, operation.data, permissions, owner, like, sync=False)
             staged.append((step.stage, step.new, permissions))
         if step.backup is not None and found.status is not None and found.data is not None:
             with _making(made, step.backup):
@@ -338,18 +339,23 @@ def _owner_below(above: os.stat_result) -> tuple[int, int] | None:
     return (above.st_uid, above.st_gid) if os.geteuid() == 0 else None
 
 
-def _attributes(disk: Disk, step: Step, status: os.stat_result | None) -> tuple[int, tuple[int, int] | None]:
-    """Permission bits and owner of the new file: those of the old one, else those that its folder suggests."""
+def _attributes(
+    disk: Disk, step: Step, status: os.stat_result | None, kept: Attributes | None
+) -> tuple[int, tuple[int, int] | None]:
+    """Permission bits and owner of the new file: those of the old one, or those that it had when it was removed; else
+    those that its folder suggests."""
     executable = step.new.mode == EXECUTABLE
-    if status is None:
+    if status is None and kept is None:
         with disk.parent(step.path) as (folder, _):
             above = os.fstat(folder)
         return (0o755 if executable else 0o644), _owner_below(above)
-    permissions = stat.S_IMODE(status.st_mode)
-    if step.old.mode != step.new.mode:
+    own = kept if status is None else Attributes(stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
+    assert own is not None
+    permissions = own.bits
+    if bool(permissions & stat.S_IXUSR) != executable:
         # As chmod +x and -x: whoever may read it may run it.
         permissions = permissions | (permissions & 0o444) >> 2 if executable else permissions & ~0o111
-    return permissions, (status.st_uid, status.st_gid)
+    return permissions, (own.owner, own.group)
 
 
 def _check_staged(disk: Disk, path: str, expected: Identity, permissions: int) -> None:

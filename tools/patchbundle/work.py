@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -18,6 +20,7 @@ from patchbundle.bases import Base
 from patchbundle.bytecode import Cache
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Reason, command
+from patchbundle.identity import EXECUTABLE, Attributes
 from patchbundle.manifest import Bundle
 from patchbundle.plan import Plan, Stand
 from patchbundle.processes import Census
@@ -191,9 +194,25 @@ def make_plan(
             record_path=state.record_path,
             record_data=state.data(state.record_path),
             receipt_data=state.data(state.base.receipt),
+            attributes=_own_attributes(opened, state),
         )
         _refuse_bytecode(opened, state, target, (op.path for op in made.operations))
     return state, made
+
+
+def _own_attributes(tree: Tree, state: State) -> dict[str, Attributes]:
+    """Permission bits and owner of each file that a patch may remove, if it would not get them back by itself."""
+    result = {}
+    for path, chain in state.pins.paths.items():
+        status = state.found[path].status
+        if status is not None and chain[0].is_file and any(not identity.is_file for identity in chain):
+            with tree.parent(path) as (folder, _):
+                above = os.fstat(folder)
+            own = Attributes(stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
+            usual = 0o755 if state.found[path].identity.mode == EXECUTABLE else 0o644
+            if own != Attributes(usual, above.st_uid, above.st_gid):
+                result[path] = own
+    return result
 
 
 def _goal(bundle: Bundle, start: Stand, direction: str, to: str | None) -> Stand:
@@ -252,9 +271,27 @@ def check_target(bundle: Bundle, target: Target, expect: str | None, full: bool)
             )
         _refuse_bytecode(tree, state, target)
         attestation = attest.attest(tree, state.bundle, state, level) if full else None
-    if attestation is not None:
-        _require_attested(target, attestation)
+        if attestation is not None:
+            _require_attested(target, attestation)
+            _refuse_forged(tree, state, target)
     return state, attestation
+
+
+def _refuse_forged(tree: Tree, state: State, target: Target) -> None:
+    """Refuse bytecode of a pinned module that has its source's digest or time stamp, and is other code.
+
+    Raises:
+        BundleError: BYTECODE.
+    """
+    caches = bytecode.find(tree, _modules(state), target.mirrors)
+    for cache in bytecode.forged(caches, target.root, target.python or sys.executable):
+        raise BundleError(
+            Reason.BYTECODE,
+            str(cache.folder / cache.path),
+            expected=f"the code of {cache.module}, as {target.python or sys.executable} compiles it",
+            found="other code, which that interpreter would run",
+            next_step="remove it: the interpreter makes it anew. Then find out who wrote it",
+        )
 
 
 def _require_expected(bundle: Bundle, target: Target, stand: Stand, expect: str) -> None:
