@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from patchbundle.manifest import Bundle
     from patchbundle.plan import Plan
     from patchbundle.processes import Census, Process
+    from patchbundle.state import State
     from patchbundle.target import Target
 
 _F = TypeVar("_F", bound=Callable[..., Any])
