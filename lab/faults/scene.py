@@ -124,7 +124,7 @@ class Scene:
         key = tuple(image.items())
         if key not in self.levels:
             # Which processes are older than a change is another question, and a slow one.
-            with mock.patch.object(processes, "older_than", return_value=[]):
+            with mock.patch.object(processes, "of_tree", return_value=processes.Census((), 0)):
                 self.levels[key] = work.status(self.bundle, self.target).state.level
         return self.levels[key]
 
