@@ -7,6 +7,7 @@ It is put into the running engine by the import hook, so that the tree on the di
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -72,6 +73,7 @@ def chosen() -> Fault | None:
 _RETRACT = ("sglang.srt.research.retract", "dcp2-retract-patched", "dcp-retract-index", "decode")
 _PACK = ("sglang.srt.research.bounded_pack", "bounded-pack", "bounded-pack", "prefill")
 _POISON = ("sglang.srt.research.bounded_pack", "pack-poison", "bounded-pack", "prefill")
+_CP = ("sglang.srt.research.cp_topology", "cp2-atp2", "cp4-attention-tp2", "prefill")
 _SPLIT = ("sglang.srt.mem_cache.dsa_cache_layer_split", "cp4-layer-split", "", "prefill")
 
 
@@ -174,3 +176,20 @@ def _split_scratch_overwritten(module: ModuleType) -> None:
         finalize(self, **kwargs)
 
     pool._finalize_pending_kv_broadcast = too_early
+
+
+@fault("cp-sum-left-out", "attention outputs are not added up before the experts", *_CP)
+def _cp_sum_left_out(module: ModuleType) -> None:
+    vars(module)["all_reduce"] = lambda hidden_states: hidden_states
+
+
+@fault("cp-exit-of-stock", "the experts' output is added over the CP ranks alone: half of the partial sums", *_CP)
+def _cp_exit_of_stock(module: ModuleType) -> None:
+    def reduce_scatter(hidden_states: Any) -> Any:
+        parallel: Any = sys.modules["sglang.srt.runtime_context"].get_parallel()
+        ranks = parallel.attn_cp_size
+        rows = hidden_states.new_empty(hidden_states.shape[0] // ranks, *hidden_states.shape[1:])
+        parallel.attn_cp_group.reduce_scatter_tensor(rows, hidden_states)
+        return rows
+
+    vars(module)["reduce_scatter"] = reduce_scatter
