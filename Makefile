@@ -40,7 +40,7 @@ mutants: $(VENV)/test.stamp ## an hour of breaking parser, planner and transacti
 test-router: router ## both built routers against scripted servers on 127.0.0.1
 	$(BIN)/python -m pytest -m router
 
-test-extras: $(VENV)/extras.stamp ## signatures, published schemas, images: needs programs of make system-deps
+test-extras: $(VENV)/extras.stamp ## signatures, published schemas, images, a fleet: needs programs of make system-deps
 	$(BIN)/python -m pytest -m extras
 
 soak: router ## ten minutes of random faults on both legs
