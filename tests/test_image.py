@@ -487,6 +487,11 @@ BAD_LAYERS: dict[str, Callable[[Toy], bytes]] = {
     "a whiteout of nothing": lambda toy: layer_of(toy, Item("usr/.wh.")),
     "a whiteout of the folder above": lambda toy: layer_of(toy, Item("usr/.wh...")),
     "a name of another union file system": lambda toy: layer_of(toy, folder(".wh..wh.plnk")),
+    "a name that is too deep": lambda toy: layer_of(toy, Item("a/" * 400 + "x", b"")),
+    "a name that is too long": lambda toy: layer_of(toy, Item("/".join(["a" * 200] * 30), b"")),
+    "links that lead deeper and deeper": lambda toy: layer_of(
+        toy, *(link(f"l{n}", f"l{n - 1}/" + "d/" * 100) for n in range(1, 4)), Item("l3/x", b"")
+    ),
     "a member of an unknown type": lambda toy: layer_of(toy, Item("x", kind=b"Z")),
     "cut within a member": lambda toy: layer_of(toy, Item("zeros", bytes(30_000)))[:-20_000],
     "cut within a header": lambda toy: tar([Item("a", b"x" * 512)])[: 1024 + 100],
@@ -606,12 +611,29 @@ def edited(layout: Layout, change: Callable[[dict[str, Any]], None]) -> None:
     layout.write()
 
 
+def test_what_an_image_says_of_itself_need_not_be_sensible(toy: Toy, tmp_path: Path) -> None:
+    strange = {"created": "2026-13-41T99:00:00Z", "history": "none", "config": {"Env": [1, "A"]}}
+    Layout(tmp_path / "in").image([tar(distribution(toy))], config=strange)
+    assert run(toy, tmp_path / "in", tmp_path / "out").code == 0
+    assert images.read(tmp_path / "out")["config"]["history"] == "none"
+
+
+def test_a_fifo_in_the_place_of_a_blob_is_refused(toy: Toy, tmp_path: Path) -> None:
+    Layout(tmp_path / "in").image([tar(distribution(toy))])
+    place = blob_of(tmp_path / "in")
+    place.unlink()
+    os.mkfifo(place)
+    result = run(toy, tmp_path / "in", tmp_path / "out")
+    assert (result.code, result.reason) in ((1, "image"), (1, "layer"))
+
+
 MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "a layer too few": lambda table: table["layers"].clear(),
     "a layer that lies elsewhere": lambda table: table["layers"][0].update(
         mediaType="application/vnd.oci.image.layer.nondistributable.v1.tar+gzip"
     ),
     "an encrypted layer": lambda table: table["layers"][0].update(mediaType=f"{images.TAR}+gzip+encrypted"),
+    "a kind of layer that is no text": lambda table: table["layers"][0].update(mediaType=["x"]),
     "another digest algorithm": lambda table: table["layers"][0].update(digest="sha512:" + "0" * 128),
     "a digest that leads elsewhere": lambda table: table["layers"][0].update(digest="sha256:../../../../etc/passwd"),
     "a size that is none": lambda table: table["layers"][0].update(size="12"),

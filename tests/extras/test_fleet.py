@@ -83,7 +83,8 @@ class Fleet:
             "ANSIBLE_HOME": str(self.folder / "home"),
             "ANSIBLE_LOCAL_TEMP": str(self.folder / "home/tmp"),
             "ANSIBLE_NOCOLOR": "1",
-            "ANSIBLE_RETRY_FILES_ENABLED": "0",
+            # Fewer files and calls for each task: half of the time was theirs.
+            "ANSIBLE_PIPELINING": "1",
             "LC_ALL": "C.UTF-8",
             "HOME": str(self.folder / "home"),
         }
@@ -169,7 +170,9 @@ def fleet(tmp_path: Path, sshd: dict[str, Any]) -> Fleet:
 
 
 def test_a_fleet_goes_up_and_down_in_batches_and_a_second_time_changes_nothing(fleet: Fleet) -> None:
-    assert fleet.play("apply", "--check").code == 0
+    tried = fleet.play("apply", "--check", patchbundle_check_first=False, patchbundle_serial="100%")
+    assert tried.code == 0
+    assert {host: counts["changed"] for host, counts in tried.recap.items()} == dict.fromkeys(HOSTS, 1)
     assert set(fleet.levels().values()) == {"base"}
     up = fleet.play("apply")
     assert up.code == 0, up.out
@@ -180,7 +183,7 @@ def test_a_fleet_goes_up_and_down_in_batches_and_a_second_time_changes_nothing(f
     # The canary alone, then a quarter of the hosts, and so on.
     order = re.findall(r"^changed: \[(\w+)\]", up.out, re.MULTILINE)
     assert order[0] == "canary" and len(re.findall(r"^PLAY \[Change", up.out, re.MULTILINE)) == 6
-    again = fleet.play("apply")
+    again = fleet.play("apply", patchbundle_serial="100%")
     assert again.code == 0
     assert not any(counts["changed"] for counts in again.recap.values())
     down = fleet.play("revert", patchbundle_level="alpha-first", patchbundle_serial="100%")

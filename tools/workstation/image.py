@@ -121,7 +121,7 @@ def _opened(image: Image, layer: Layer, out: Path | None) -> Iterator[tuple[IO[b
     if place is not None:
         place.parent.mkdir(parents=True, exist_ok=True)
         own = image.files.path(layer.file)
-        if own is not None and not place.exists():
+        if own is not None and own.is_file() and not place.exists():
             # A blob is never written to, so two layouts may share it; on two file systems they cannot.
             with suppress(OSError):
                 os.link(own.resolve(), place)

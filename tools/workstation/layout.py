@@ -94,6 +94,7 @@ class Layout:
                 expected=expected,
                 found=found,
                 next_step=f"in a container of it: {step}",
+                exit_code=error.exit_code,
             ) from None
 
 

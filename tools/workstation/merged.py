@@ -16,8 +16,10 @@ from workstation.interest import Keep
 from workstation.tarstream import Entry, Reader
 
 _HOPS = 40
-# More members than this no image has, and more would be held in memory.
-MEMBERS = 20_000_000
+# More than these no image has, and more would be held in memory.
+MEMBERS = 2_000_000
+_DEPTH = 200  # folders above each other
+_NAME = 4096  # letters of a name
 _SHARED = 1 << 25  # bytes of a file that is kept for its second name's sake
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"
@@ -182,6 +184,8 @@ class Merged:
     def _split(self, written: str) -> tuple[tuple[str, ...], str]:
         if written.startswith("/"):
             raise self._refuse(f"the absolute name {written}", "names that lead on from the image's root")
+        if len(written) > _NAME:
+            raise self._refuse(f"a name of {len(written)} letters", f"names of up to {_NAME}")
         parts = _parts(written)
         if ".." in parts or "\0" in written:
             raise self._refuse(f"the name {written}", "names without '..'")
@@ -204,6 +208,8 @@ class Merged:
             if part == "..":
                 trail = trail[:-1] or trail
                 continue
+            if len(trail) > _DEPTH:
+                raise self._refuse(f"more than {_DEPTH} folders above {part}", "names of a plausible depth")
             path, node = trail[-1]
             path = f"{path}/{part}" if path else part
             child = node.children.get(part)

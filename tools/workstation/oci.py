@@ -181,7 +181,10 @@ class Image:
     def created(self) -> int:
         """When it was made, in seconds since 1970 as it says itself; 0 if it does not."""
         match = _TIME.match(str(self.config.get("created")))
-        return max(0, calendar.timegm(tuple(map(int, match.groups())))) if match else 0
+        try:
+            return max(0, calendar.timegm(tuple(map(int, match.groups())))) if match else 0
+        except ValueError:  # a thirteenth month
+            return 0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -196,7 +199,7 @@ class Image:
         rootfs = {**self.config["rootfs"], "diff_ids": [*(layer.diff_id for layer in self.layers), made.diff_id]}
         config = {**self.config, "rootfs": rootfs}
         # One that has none must not get one that tells of the last layer alone.
-        if config.get("history"):
+        if isinstance(config.get("history"), list) and config["history"]:
             config["history"] = [*config["history"], {key: value for key, value in history.items() if value}]
         raw = dump(config)
         top = {"mediaType": _of_compression(compression), "digest": made.digest, "size": made.size}
@@ -296,7 +299,7 @@ def _of_layout(files: Files, name: str | None, wanted: str) -> Image:
         raise refuse(where, f"{len(diff_ids)} layers, as in its configuration", f"{len(layers)} layers")
     made = []
     for item, diff_id in zip(layers, diff_ids, strict=True):
-        kind = _LAYERS.get(item.get("mediaType", ""))
+        kind = _LAYERS.get(str(item.get("mediaType")))
         if kind is None:
             raise refuse(
                 f"{where}: {item['digest']}", "a layer: tar, tar+gzip or tar+zstd", repr(item.get("mediaType"))
@@ -413,7 +416,7 @@ def _is_digest(text: object) -> bool:
 
 def _names(descriptor: Table) -> set[str]:
     annotations = descriptor.get("annotations")
-    called = {annotations[key] for key in _NAMES if key in annotations} if isinstance(annotations, dict) else set()
+    called = [annotations[key] for key in _NAMES if key in annotations] if isinstance(annotations, dict) else []
     return {str(name) for name in called} | {descriptor["digest"]}
 
 
