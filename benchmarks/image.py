@@ -97,9 +97,11 @@ def put(blobs: Path, data: bytes, plain: bytes) -> tuple[str, int, str]:
 
 
 def layers_of(layout: Path) -> list[Path]:
-    index = json.loads((layout / "index.json").read_bytes())
-    place = lambda item: layout / "blobs/sha256" / item["digest"].removeprefix("sha256:")  # noqa: E731
-    return [place(item) for item in json.loads(place(index["manifests"][0]).read_bytes())["layers"]]
+    blobs = layout / "blobs/sha256"
+    manifest = json.loads((layout / "index.json").read_bytes())["manifests"][0]["digest"].removeprefix("sha256:")
+    return [
+        blobs / item["digest"].removeprefix("sha256:") for item in json.loads((blobs / manifest).read_bytes())["layers"]
+    ]
 
 
 def read_once(layout: Path) -> float:

@@ -218,7 +218,7 @@ def test_one_drifted_one_read_only_one_killed_half_way_and_no_tree_is_mixed(flee
     assert ends == {
         "canary": "changed; patched at gamma-third",
         "one": "rolled back; base at base",
-        "two": "refused: drift; it could not go back: drifted; drifted at no level",
+        "two": "refused: drift; left as it was; drifted at no level",
         "three": "refused: not-writable; left as it was; base at base",
         "far": "refused: no-answer; rolled back; base at base",
         "four": "not touched; base at base",
