@@ -14,6 +14,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import statistics
 import subprocess
@@ -54,7 +55,7 @@ def padding(size: int) -> bytes:
 
 
 def write(layout: Path, gigabytes: int) -> None:
-    """The layout. Every padding layer is one file of its own and, as a second gzip member, what all share."""
+    """The layout. Each padding layer is one file of its own and, as further gzip members, four times what all share."""
     blobs = layout / "blobs/sha256"
     blobs.mkdir(parents=True)
     layers: list[tuple[str, int, str]] = []
@@ -65,11 +66,11 @@ def write(layout: Path, gigabytes: int) -> None:
         with tarfile.open(fileobj=out, mode="w") as archive:
             archive.add(temporary, arcname=SITE)
     layers.append(put(blobs, gzip.compress(out.getvalue(), 6, mtime=0), out.getvalue()))
-    shared = padding(1024 * MIB)
+    shared = padding(256 * MIB)
     packed = gzip.compress(shared, 1, mtime=0)
     for number in range(gigabytes):
         own = tarfile.TarInfo(f"usr/share/layer-{number}").tobuf()
-        layers.append(put(blobs, gzip.compress(own, mtime=0) + packed, own + shared))
+        layers.append(put(blobs, gzip.compress(own, mtime=0) + 4 * packed, own + 4 * shared))
     del shared, packed
     config = {
         "created": "2026-11-01T00:00:00Z", "architecture": "amd64", "os": "linux",
@@ -104,16 +105,22 @@ def layers_of(layout: Path) -> list[Path]:
     ]
 
 
-def read_once(layout: Path) -> float:
-    """Seconds."""
-    began = time.perf_counter()
+def children() -> float:
+    """Processor seconds of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def read_once(layout: Path) -> tuple[float, float]:
+    """Seconds by the clock, and of the processor."""
+    began, before = time.perf_counter(), children()
     for layer in layers_of(layout):
         subprocess.run(["sh", "-c", 'gzip -dc "$0" | tar -t > /dev/null', layer], check=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, children() - before
 
 
-def patched(layout: Path) -> tuple[float, float]:
-    """Seconds, and MiB that the process held at most."""
+def patched(layout: Path) -> tuple[float, float, float]:
+    """Seconds by the clock and of the processor, and MiB that the process held at most."""
     out = layout.parent / "out"
     words = [sys.executable, ROOT / "tools/apply.py", "image", "--from", layout, "--to", out, "--role", "prefill"]
     began = time.perf_counter()
@@ -124,7 +131,7 @@ def patched(layout: Path) -> tuple[float, float]:
     if process.returncode:
         raise SystemExit(f"image ended with exit code {process.returncode}")
     shutil.rmtree(out)
-    return seconds, usage.ru_maxrss / 1024
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 @click.command()
@@ -142,24 +149,19 @@ def main(gigabytes: int, runs: int, folder: Path | None, as_json: bool) -> None:
                 write(place / name, size)
         if not runs:
             return
-        reads, runs_of_ours, held = [], [], []
-        for _ in range(runs):
-            reads.append(read_once(place / "large"))
-            seconds, memory = patched(place / "large")
-            runs_of_ours.append(seconds)
-            held.append(memory)
-        _, small = patched(place / "small")
-        unpacked = gigabytes + 0.1
+        arms = [(read_once(place / "large"), patched(place / "large")) for _ in range(runs)]
+        read, read_cpu = (statistics.median(theirs[at] for theirs, _ in arms) for at in (0, 1))
+        ours, ours_cpu = (statistics.median(own[at] for _, own in arms) for at in (0, 1))
+        held = max(own[2] for _, own in arms)
         show(
             [
-                Row("reading it once, gzip -dc | tar -t", statistics.median(reads), "s"),
-                Row("image, whole command", statistics.median(runs_of_ours), "s"),
-                Row(
-                    "image / reading it once", statistics.median(runs_of_ours) / statistics.median(reads), "x", "<= 1.3"
-                ),
-                Row("image, unpacked bytes a second", unpacked * 1024 / statistics.median(runs_of_ours), "MiB/s"),
-                Row("memory at most", max(held), "MiB"),
-                Row("memory, beside an image of 1 GiB", max(held) / small, "x", "<= 1.1"),
+                Row("reading it once, gzip -dc | tar -t", read, "s"),
+                Row("image, whole command", ours, "s"),
+                Row("image / reading it once", ours / read, "x", "<= 1.3"),
+                Row("the same, processor time", ours_cpu / read_cpu, "x"),
+                Row("image, unpacked bytes a second", (gigabytes + 0.1) * 1024 / ours, "MiB/s"),
+                Row("memory at most", held, "MiB"),
+                Row("memory, beside an image of 1 GiB", held / patched(place / "small")[2], "x", "<= 1.1"),
             ],
             as_json,
         )
