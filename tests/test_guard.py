@@ -353,6 +353,68 @@ def test_one_thing_is_verified_and_it_is_said_which(toy: Toy) -> None:
     assert done.code == Exit.USAGE
 
 
+# A plain start, read without the whole command line.
+
+PLAIN = ["prefill", "--expect", "base", "--root", "r", "--", "cmd", "-n"]
+
+
+def test_a_plain_start_is_read_and_anything_else_is_left_to_the_command_line() -> None:
+    assert guard.Start.read(PLAIN) == guard.Start("prefill", "base", "--root", "r", ("cmd", "-n"))
+    swapped = ["decode", "--overlay", "o", "--expect", "x:y", "--", "a", "--", "b"]
+    assert guard.Start.read(swapped) == guard.Start("decode", "x:y", "--overlay", "o", ("a", "--", "b"))
+    for words in (
+        [],
+        ["prefill"],
+        PLAIN[:5],
+        PLAIN[:6],
+        ["--expect", "base", "prefill", "--root", "r", "--", "cmd"],
+        ["other", *PLAIN[1:]],
+        ["prefill", "--expect", "base", "--", "cmd"],
+        ["prefill", "--expect", "base", "--router", "r", "--", "cmd"],
+        ["prefill", "--expect", "base", "--root", "r", "-n", "--", "cmd"],
+        ["prefill", "--expect", "base", "--root", "r", "--json", "x", "--", "cmd"],
+        ["prefill", "--root", "a", "--root", "r", "--", "cmd"],
+        ["prefill", "--root", "a", "--python", "r", "--", "cmd"],
+        ["prefill", "--expect=base", "--root", "r", "x", "--", "cmd"],
+    ):
+        assert guard.Start.read(words) is None, words
+
+
+@pytest.mark.parametrize("way", ["in place", "one file", "one file, not plain"])
+@pytest.mark.parametrize("what", ["base", "applied", "drift", "journal", "shadow", "no-command", "overlay"])
+def test_a_plain_start_and_the_whole_command_line_decide_alike(way: str, what: str, toy: Toy, tmp_path: Path) -> None:
+    file = nodes.one_file(toy, tmp_path / "bundle.pyz")
+    here, over = tmp_path / "here", tmp_path / "over"
+    here.mkdir()
+    where: list[str | Path] = ["--root", toy.tree]
+    if what == "overlay":
+        assert trees.apply(toy, "--overlay", over).code == 0
+        where = ["--overlay", over]
+    if what == "drift":
+        drifted(toy)
+    if what == "journal":
+        (toy.tree / journal.NAME).touch()
+    if what == "shadow":
+        here = engine(tmp_path / "copy")
+    expect = "applied" if what in ("applied", "overlay") else "base"
+    program = "no-such-program" if what == "no-command" else "env"
+    words = ["exec", "prefill", *where, "--expect", expect, *(["-v"] if "not plain" in way else []), "--", program]
+    if way == "in place":
+        done = trees.child(toy, *words[:-2], "--bundle", toy.bundle, *words[-2:], cwd=here)
+    else:
+        done = nodes.call(file, *words, cwd=here, env={"PATH": os.environ["PATH"]})
+    codes = {"base": 0, "overlay": 0, "journal": Exit.RECOVERY_NEEDED}
+    assert done.code == codes.get(what, Exit.REFUSED)
+    if what == "overlay":
+        assert f"PYTHONPATH={over}" in done.out.splitlines()
+    if done.code == 0:
+        assert "PATH=" in done.out
+    else:
+        assert done.out == ""
+        word = {"applied": "not-expected", "journal": "recovery-needed", "shadow": "shadowed"}.get(what, what)
+        assert f"[{word}]" in done.err
+
+
 # A router's binary.
 
 BINARY = b"\x7fELF" + b"\0" * 20 + b"PyInit_sglang_router_rs\0"

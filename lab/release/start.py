@@ -42,7 +42,15 @@ if now != built:
     )
 del content
 
-from patchbundle.cli import main_node  # noqa: E402
-
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["exec"]:
+        from pathlib import Path
+
+        from patchbundle import guard
+
+        # Before the whole command line is there: half of a start's time.
+        guard.at_once(sys.argv[2:], Path(PLACE).resolve() / "patchbundle" / "_bundle")
+
+    from patchbundle.cli import main_node
+
     main_node(sys.argv[0])

@@ -6,20 +6,24 @@ is not seen: stop what starts by itself before ``apply`` and ``revert``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from patchbundle import work
+from patchbundle.bases import ROLES
 from patchbundle.errors import BundleError, Reason
 from patchbundle.manifest import Bundle
 from patchbundle.target import Target
 
+_NAMED = ("--root", "--python", "--overlay")
 _PYTHON = re.compile(r"python(?:3(?:\.[0-9]+)?)?")
 # An interpreter sets them to be ignored, and what is ignored stays so in the program that it becomes.
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -28,6 +32,58 @@ _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 def interpreter_of(command: Sequence[str]) -> str | None:
     """The interpreter that a command starts with, if it does."""
     return command[0] if command and _PYTHON.fullmatch(Path(command[0]).name) else None
+
+
+@dataclass(frozen=True)
+class Start:
+    """A plain start: a role, what is expected, one way to name the tree (``--root`` and so on), the command."""
+
+    role: str
+    expect: str
+    named: str
+    place: str
+    command: tuple[str, ...]
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> Start | None:
+        """What these words of ``exec`` mean, if they are of this form and no other."""
+        if "--" not in words:
+            return None
+        own, command = words[: words.index("--")], tuple(words[words.index("--") + 1 :])
+        options = dict(zip(own[1::2], own[2::2], strict=False))
+        named = next((option for option in _NAMED if option in options), "")
+        plain = len(own) == 5 and set(options) == {"--expect", named} and own[0] in ROLES and command
+        return cls(own[0], options["--expect"], named, options[named], command) if plain else None
+
+
+def at_once(words: Sequence[str], bundle: Path) -> None:
+    """Become the command of a plain start that holds, in a third of the time that the whole command line takes.
+
+    Nothing is said here and nothing refused: whatever is not plain, or does not hold, is left to the whole command
+    line, which looks again. So there is one way only to refuse.
+    """
+    start = Start.read(words)
+    if start is None or any(not _is_open(fd) for fd in range(3)):
+        return
+    from patchbundle import manifest
+    from patchbundle import target as target_module
+
+    with contextlib.suppress(BundleError, OSError):
+        pins, place = manifest.load_pins(bundle), Path(start.place)
+        root, python = (None, start.place) if start.named == "--python" else (place, None)
+        target = target_module.discover(pins, root=root, python=python, role=start.role)
+        overlay = start.named == "--overlay"
+        environment = with_first(place.absolute(), os.environ) if overlay else dict(os.environ)
+        verify(pins, target, start.expect, environment)
+        become(start.command, environment)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
 
 
 def verify(bundle: Bundle, target: Target, expect: str, environment: Mapping[str, str]) -> str:

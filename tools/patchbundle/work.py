@@ -11,11 +11,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from patchbundle import attest, bytecode, processes, transaction
+from patchbundle import bytecode, transaction
 from patchbundle import plan as plan_module
 from patchbundle import state as state_module
-from patchbundle.attest import Attestation
 from patchbundle.bases import Base
 from patchbundle.bytecode import Cache
 from patchbundle.disk import Disk
@@ -23,11 +23,15 @@ from patchbundle.errors import BundleError, Reason, command
 from patchbundle.identity import EXECUTABLE, Attributes
 from patchbundle.manifest import Bundle
 from patchbundle.plan import Plan, Stand
-from patchbundle.processes import Census
 from patchbundle.state import State
 from patchbundle.target import Target
 from patchbundle.transaction import Outcome
 from patchbundle.tree import Tree
+
+# What a guarded start does not need is imported where it is: each module is a part of every start.
+if TYPE_CHECKING:
+    from patchbundle.attest import Attestation
+    from patchbundle.processes import Census
 
 Progress = Callable[[str], None]
 
@@ -85,6 +89,8 @@ class Status:
 
 
 def status(bundle: Bundle, target: Target) -> Status:
+    from patchbundle import processes
+
     with Tree(target.root) as tree:
         state = look(bundle, target, tree)
         caches = bytecode.find(tree, _modules(state), target.mirrors)
@@ -253,6 +259,8 @@ def check_target(bundle: Bundle, target: Target, expect: str | None, full: bool)
         BundleError: DRIFT, RECORD, NOT_EXPECTED, NOT_ATTESTED or BYTECODE; UNKNOWN_LEVEL or UNKNOWN_RELEASE, if no
             tree could be there.
     """
+    if full:
+        from patchbundle import attest
     with Tree(target.root) as tree:
         state = look(bundle, target, tree)
         if full and state.receipt_fault is not None and state.nearest_holds:
@@ -356,6 +364,8 @@ def _verified(bundle: Bundle, target: Target, level: int) -> str:
     Raises:
         BundleError: NOT_EXPECTED or NOT_ATTESTED.
     """
+    from patchbundle import attest
+
     with Tree(target.root) as tree:
         state = look(bundle, target, tree)
         if state.require_level(str(target.root)) != level:
