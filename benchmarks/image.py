@@ -141,7 +141,8 @@ def patched(layout: Path) -> tuple[float, float, float]:
 @click.option("--json", "as_json", is_flag=True)
 def main(gigabytes: int, runs: int, folder: Path | None, as_json: bool) -> None:
     """Needs about as much room on the disk as the layers have unpacked."""
-    with tempfile.TemporaryDirectory(prefix="image-", dir=ROOT) as temporary:
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="image-", dir=ROOT / "build") as temporary:
         place = folder or Path(temporary)
         sizes = {"small": 1, "large": gigabytes}
         for name, size in sizes.items():

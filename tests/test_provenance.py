@@ -78,6 +78,12 @@ def test_of_a_tree_it_tells_the_level_at_which_the_tree_stands(toy: Toy, tmp_pat
     assert len(documents["prefill.cdx.json"]["metadata"]["component"]["pedigree"]["patches"]) == 1
 
 
+def test_a_tree_at_base_has_nothing_to_attest(toy: Toy, tmp_path: Path) -> None:
+    result = trees.run(toy, "attest", "--out", tmp_path / "out", "--root", toy.tree, "--json")
+    assert (result.code, result.reason) == (1, "not-expected")
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_is_attested_of_a_drifted_tree(toy: Toy, tmp_path: Path) -> None:
     (toy.tree / ENGINE).write_bytes(b"other\n")
     result = trees.run(toy, "attest", "--out", tmp_path / "out", "--root", toy.tree, "--json")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from patchbundle import __version__, bases, disk, signature
 from patchbundle.bases import Base
+from patchbundle.errors import BundleError, Reason
 from patchbundle.manifest import LOCK, Bundle
 from workstation import outputs, provenance
 
@@ -17,8 +18,13 @@ def write(stands: Sequence[tuple[Bundle, Base, int]], out: Path, key: Path | Non
     With ``key``, a secret key of minisign, each of these files gets a signature beside it. Returns the names.
 
     Raises:
-        BundleError: OUTPUT, SIGNATURE or NO_PROGRAM; then there is no folder.
+        BundleError: NOT_EXPECTED, where nothing is patched; OUTPUT, SIGNATURE or NO_PROGRAM. Then there is no folder.
     """
+    for _, base, level in stands:
+        # A statement without a subject is none.
+        if level == 0:
+            expected = "a tree with one patch at least"
+            raise BundleError(Reason.NOT_EXPECTED, base.id, expected=expected, found="the release itself")
     made = {name: data for stand in stands for name, data in provenance.documents(*stand).items()}
     bundle = stands[0][0]
     made[Path(LOCK).name] = bases.read_file(bundle.root / LOCK)
