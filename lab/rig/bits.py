@@ -124,9 +124,15 @@ def patched(boot: Boot) -> Boot:
     """A stock boot with every engine, and every router that is built here, patched; its gates stay unset."""
     return replace(
         boot,
+        name=f"{boot.name}-patched",
         parts=tuple(replace(part, tree="patched") for part in boot.parts),
         routers=tuple(replace(router, build=router.build and "patched") for router in boot.routers),
     )
+
+
+def again(boot: Boot) -> Boot:
+    """The same boot under another name."""
+    return replace(boot, name=f"{boot.name}-again")
 
 
 def run_twice(

@@ -359,7 +359,7 @@ def compare(
         told = len(reports)
         output.progress(f"boot {entry.boot.name}: {', '.join(one.name for one in entry.scenarios)}")
         if gates_off or twice:
-            other = bits.patched(entry.boot) if gates_off else entry.boot
+            other = bits.patched(entry.boot) if gates_off else bits.again(entry.boot)
             reports += bits.run_twice(entry.boot, other, entry.scenarios, found, router, output.progress)
             _tell(output, reports[told:])
             continue

@@ -106,6 +106,8 @@ def test_all_engines_are_stock_and_then_patched() -> None:
     (made,) = bits.without_gates([entry(step("one"))])
     assert {part.tree for part in made.boot.parts} == {"stock"}
     assert {part.tree for part in bits.patched(made.boot).parts} == {"patched"}
+    assert (bits.patched(made.boot).name, bits.again(made.boot).name) == ("b-patched", "b-again")
+    assert bits.again(made.boot).parts == made.boot.parts
 
 
 def test_a_boot_that_another_holds_whole_runs_there_under_its_names() -> None:
