@@ -208,6 +208,7 @@ def faults(gate: launch.Gate, **given: Any) -> list[str]:
         (launch.Gate(True, keeps={"pp-size": 1}), {}, ""),
         (launch.Gate(True, keeps={"pp-size": 1}), {"pp_size": False}, ""),
         (launch.Gate(True, needs={"steps": ">= 2"}), {"steps": 5}, ""),
+        (launch.Gate(True, needs={"steps": ">= 2"}), {"steps": 2}, ""),
         (launch.Gate(False, needs={"a": 1}, keeps={"b": 2}), {"b": 3}, ""),
     ],
     ids=str,

@@ -107,32 +107,38 @@ class Claim:
 Formula = Callable[[], Quantity]
 
 
-def entries(root: Path, file: str, table: str, key: str) -> tuple[list[tuple[str, dict[str, Any]]], list[Problem]]:
-    """Each ``[[table]]`` of a TOML file with where it stands: the file and the entry's ``key``."""
+Entry = Mapping[str, Any]
+
+
+def entries(
+    root: Path, file: str, table: str, key: str, faults: Callable[[Entry], Iterator[str]]
+) -> tuple[list[dict[str, Any]], list[Problem]]:
+    """Each ``[[table]]`` of a TOML file without ``faults``, once for each ``key``; and what is wrong besides."""
     try:
         listed = tomllib.loads((root / file).read_text(encoding="utf-8")).get(table, [])
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         return [], [Problem(file, f"cannot be read: {error}")]
-    if not listed:
-        return [], [Problem(file, f"holds no {table}")]
-    return [(f"{file}: {entry.get(key, f'{table} {number}')}", entry) for number, entry in enumerate(listed, 1)], []
+    known: dict[str, dict[str, Any]] = {}
+    problems = [] if listed else [Problem(file, f"holds no {table}")]
+    for number, entry in enumerate(listed, 1):
+        found = list(faults(entry))
+        if not found and entry[key] in known:
+            found = ["is there twice"]
+        problems += [Problem(f"{file}: {entry.get(key, f'{table} {number}')}", what) for what in found]
+        if not found:
+            known[entry[key]] = entry
+    return list(known.values()), problems
 
 
 def read(root: Path) -> tuple[list[Claim], list[Problem]]:
     """The claims that are well formed, and what is wrong with the others."""
-    listed, problems = entries(root, FILE, "claim", "id")
-    claims: dict[str, Claim] = {}
-    for where, entry in listed:
-        found = list(faults(entry))
-        if not found and entry["id"] in claims:
-            found = ["is there twice"]
-        problems += [Problem(where, what) for what in found]
-        if not found:
-            claims[entry["id"]] = Claim(**entry | {"kind": Kind(entry["kind"]), "value": float(entry["value"])})
-    return list(claims.values()), problems
+    listed, problems = entries(root, FILE, "claim", "id", faults)
+    return [
+        Claim(**entry | {"kind": Kind(entry["kind"]), "value": float(entry["value"])}) for entry in listed
+    ], problems
 
 
-def faults(entry: Mapping[str, Any]) -> Iterator[str]:
+def faults(entry: Entry) -> Iterator[str]:
     """What keeps an entry from being a claim."""
     missing = COMMON - entry.keys()
     if missing:

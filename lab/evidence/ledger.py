@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lab.evidence.claims import Problem, entries
+from lab.evidence.claims import Entry, Problem, entries
 from patchbundle import manifest
 from patchbundle.errors import BundleError
 from patchbundle.manifest import Patch
@@ -44,19 +43,11 @@ class Link:
 
 def read(root: Path) -> tuple[list[Link], list[Problem]]:
     """The links that are well formed, and what is wrong with the others."""
-    listed, problems = entries(root, FILE, "link", "url")
-    links: dict[str, Link] = {}
-    for where, entry in listed:
-        found = list(faults(entry))
-        if not found and entry["url"] in links:
-            found = ["is there twice"]
-        problems += [Problem(where, what) for what in found]
-        if not found:
-            links[entry["url"]] = Link(**entry | {"patches": tuple(entry["patches"])})
-    return list(links.values()), problems
+    listed, problems = entries(root, FILE, "link", "url", faults)
+    return [Link(**entry | {"patches": tuple(entry["patches"])}) for entry in listed], problems
 
 
-def faults(entry: Mapping[str, Any]) -> Iterator[str]:
+def faults(entry: Entry) -> Iterator[str]:
     """What keeps an entry from being a link of the ledger."""
     missing, unknown = NEEDED - entry.keys(), entry.keys() - NEEDED - {"newest"}
     if missing or unknown:
