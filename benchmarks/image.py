@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from benchmarks.report import Row, show  # noqa: E402
+from lab import provenance  # noqa: E402
 from patchbundle import bases, fetch  # noqa: E402
 
 TAR = "application/vnd.oci.image.layer.v1.tar+gzip"
@@ -165,6 +166,7 @@ def main(gigabytes: int, runs: int, folder: Path | None, as_json: bool) -> None:
                 Row("memory, beside an image of 1 GiB", held / patched(place / "small")[2], "x", "<= 1.1"),
             ],
             as_json,
+            provenance.of(__file__, None),
         )
 
 
