@@ -161,9 +161,8 @@ struct Json {
     /// The top value is an array: the answers to a batch.
     batch: bool,
     is_key: bool,
-    /// The text being read: what fits of it, and whether all of it did.
+    /// The start of the text being read. What is cut is longer than every word looked for.
     kept: Vec<u8>,
-    whole: bool,
     /// Bytes that the UTF-8 character being read still needs, and the range of the next one.
     utf8: (u8, u8, u8),
     number: Option<u32>,
@@ -183,7 +182,6 @@ impl Json {
             batch: false,
             is_key: false,
             kept: Vec::new(),
-            whole: true,
             utf8: (0, 0, 0),
             number: None,
             answered: false,
@@ -249,6 +247,18 @@ impl Json {
         }
     }
 
+    /// Take in the plain text at the start of `bytes`, all at once; returns how many bytes that were.
+    fn push_plain(&mut self, bytes: &[u8]) -> usize {
+        if !matches!(self.state, State::Text) || self.utf8.0 > 0 {
+            return 0;
+        }
+        let special = |byte: &u8| !matches!(byte, 0x20..=0x7f) || matches!(byte, b'"' | b'\\');
+        let count = bytes.iter().position(special).unwrap_or(bytes.len());
+        let kept = count.min(KEPT - self.kept.len());
+        self.kept.extend_from_slice(&bytes[..kept]);
+        count
+    }
+
     /// The document is over: every container closed, nothing half read.
     fn complete(&self) -> bool {
         self.state == State::End
@@ -283,7 +293,7 @@ impl Json {
 
     fn open_text(&mut self, is_key: bool) -> Result<(), Fault> {
         self.kept.clear();
-        (self.is_key, self.whole, self.state) = (is_key, true, State::Text);
+        (self.is_key, self.state) = (is_key, State::Text);
         Ok(())
     }
 
@@ -300,8 +310,6 @@ impl Json {
     fn keep(&mut self, byte: u8) {
         if self.kept.len() < KEPT {
             self.kept.push(byte);
-        } else {
-            self.whole = false;
         }
     }
 
@@ -404,9 +412,8 @@ impl Json {
         if !self.is_key {
             return self.finish_value(Value::Text);
         }
-        let key = if self.whole { Key::of(&self.kept) } else { Key::Other };
         if let Some(frame) = self.stack.last_mut() {
-            frame.key = Some(key);
+            frame.key = Some(Key::of(&self.kept));
         }
         self.state = State::Colon;
         Ok(())
@@ -475,7 +482,7 @@ impl Json {
     }
 
     fn is_text(&self, wanted: &[u8]) -> bool {
-        self.whole && self.kept == wanted
+        self.kept == wanted
     }
 
     fn keep_message(&mut self) {
@@ -582,6 +589,15 @@ impl Events {
             Line::Skip => {}
         }
         Ok(())
+    }
+
+    /// Take in plain text of the data's JSON, as [`Json::push_plain`] does. Data that holds a text is no closing marker,
+    /// so its bytes are not counted any more.
+    fn push_plain(&mut self, bytes: &[u8]) -> usize {
+        match self.line {
+            Line::Data => self.json.push_plain(bytes),
+            _ => 0,
+        }
     }
 
     fn begin_data(&mut self) {
@@ -698,11 +714,21 @@ impl Scanner {
     ///
     /// # Errors
     /// The answer is no good, whatever may follow. The scanner is of no more use then.
-    pub fn feed(&mut self, piece: &[u8]) -> Result<(), Fault> {
-        match &mut self.body {
-            Body::Json(json) => piece.iter().try_for_each(|&byte| json.push(byte)),
-            Body::Events(events) => piece.iter().try_for_each(|&byte| events.push(byte)),
+    pub fn feed(&mut self, mut piece: &[u8]) -> Result<(), Fault> {
+        while let [byte, rest @ ..] = piece {
+            let plain = match &mut self.body {
+                Body::Json(json) => {
+                    json.push(*byte)?;
+                    json.push_plain(rest)
+                }
+                Body::Events(events) => {
+                    events.push(*byte)?;
+                    events.push_plain(rest)
+                }
+            };
+            piece = &rest[plain..];
         }
+        Ok(())
     }
 
     /// The body is over: give the verdict.
@@ -1148,6 +1174,15 @@ mod tests {
             }
             let bytes: Vec<&[u8]> = body.chunks(1).collect();
             assert_eq!(judge_pieces(kind, CHAT, &bytes), whole);
+        }
+    }
+
+    #[test]
+    fn a_text_that_goes_on_in_the_next_line_is_no_json_however_the_body_is_cut() {
+        let body = b"data: {\"a\": \"xxxxxxxx\ndata: y\"}\n\ndata: [DONE]\n\n";
+        let fault = Err(Fault::Malformed("a control character in a text"));
+        for size in [1, 2, 7, body.len()] {
+            assert_eq!(judge_pieces(SSE, CHAT, &body.chunks(size).collect::<Vec<_>>()), fault);
         }
     }
 

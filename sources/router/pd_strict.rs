@@ -17,7 +17,7 @@ use axum::{
     http::{header::CONTENT_TYPE, StatusCode},
     response::Response,
 };
-use reqwest::RequestBuilder;
+use reqwest::{RequestBuilder, ResponseBuilderExt};
 use serde_json::{json, Value};
 use tracing::{info, warn};
 
@@ -158,7 +158,7 @@ async fn acknowledge(request: RequestBuilder, route: &str, keep: Option<usize>) 
         }
     }
     scanner.finish().map_err(AckFault::Body)?;
-    Ok(with_body(&response, Bytes::from(kept)))
+    Ok(with_body(response, Bytes::from(kept)))
 }
 
 async fn decode_leg(request: RequestBuilder, stream: bool) -> Result<reqwest::Response, DecodeFault> {
@@ -173,14 +173,20 @@ async fn decode_leg(request: RequestBuilder, stream: bool) -> Result<reqwest::Re
     while let Some(piece) = response.chunk().await.map_err(DecodeFault::Transport)? {
         body.extend_from_slice(&piece);
     }
-    Ok(with_body(&response, Bytes::from(body)))
+    Ok(with_body(response, Bytes::from(body)))
 }
 
-/// A response with the status and the headers of `response` and a body that has been read.
-fn with_body(response: &reqwest::Response, body: Bytes) -> reqwest::Response {
-    let mut fresh = Response::new(body);
+/// A response with the status and the headers of `response` and a body that has been read. It keeps its URL: without
+/// one a response gets another, which would be parsed for every request.
+fn with_body(mut response: reqwest::Response, body: Bytes) -> reqwest::Response {
+    let url = response.url().clone();
+    let mut fresh = axum::http::response::Builder::new()
+        .url(url)
+        .body(())
+        .unwrap_or_default()
+        .map(|()| body);
     *fresh.status_mut() = response.status();
-    *fresh.headers_mut() = response.headers().clone();
+    *fresh.headers_mut() = std::mem::take(response.headers_mut());
     reqwest::Response::from(fresh)
 }
 
