@@ -542,6 +542,8 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "longer": ("image", lambda data: data + b"x"),
     "one bit": ("image layer", flip),
     "empty": ("image layer", lambda _: b""),
+    # The time in the head of a gzip stream: what it unpacks to is the same.
+    "its head": ("image layer", lambda data: data[:4] + bytes([data[4] ^ 1]) + data[5:]),
 }
 
 
@@ -705,6 +707,12 @@ def test_a_tree_that_is_not_as_pinned_is_refused_as_anywhere_else(case: str, toy
     error = refused(toy, tmp_path / "in", reason)
     assert error["where"].startswith("the image: ")
     assert "image-" not in json.dumps(error)
+
+
+def test_a_foreign_file_beside_ours_is_seen_in_an_image_that_a_build_step_patched(toy: Toy, tmp_path: Path) -> None:
+    assert trees.apply(toy, "--to", "alpha-first").code == 0
+    Layout(tmp_path / "in").image([tar([*distribution(toy), Item(f"{OURS}/foreign.txt", b"x")])])
+    assert f"/{OURS}/foreign.txt (unexpected" in refused(toy, tmp_path / "in", "drift")["where"]
 
 
 def test_an_image_of_another_role_is_refused(toy: Toy, tmp_path: Path) -> None:
