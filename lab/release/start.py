@@ -8,6 +8,8 @@ Old interpreters must come as far as the first refusal: no syntax here that Pyth
 
 import hashlib
 import sys
+from importlib.machinery import ModuleSpec
+from typing import Any
 
 # The interpreter names a module in an archive as a file below it.
 PLACE = __file__[: -len("/__main__.py")]
@@ -40,12 +42,55 @@ if now != built:
         found=now,
         next="copy it again, and compare its SHA-256 with the release's",
     )
-del content
+
+
+class Carried:
+    """Imports what the file carries from the very bytes that were looked at, and before anything that is installed.
+
+    The interpreter's own way into an archive compiles each module twice, and reads the file again.
+    """
+
+    def __init__(self, archive: Any) -> None:
+        self.archive = archive
+        self.names = frozenset(archive.namelist())
+
+    def find_spec(self: Any, name: str, path: Any = None, target: Any = None) -> Any:
+        place = name.replace(".", "/")
+        for file, is_package in ((place + "/__init__.py", True), (place + ".py", False)):
+            if file in self.names:
+                spec = ModuleSpec(name, self, origin=PLACE + "/" + file, is_package=is_package)
+                spec.has_location = True
+                return spec
+        return None
+
+    def create_module(self, spec: Any) -> Any:
+        return None
+
+    def exec_module(self, module: Any) -> None:
+        exec(compile(self._source(module.__spec__.origin), module.__spec__.origin, "exec", 0, True), module.__dict__)
+
+    def get_source(self, name: str) -> str:
+        """For the lines of a traceback."""
+        return str(self._source(self.find_spec(name).origin).decode("utf-8"))
+
+    def _source(self, origin: str) -> Any:
+        return self.archive.read(origin[len(PLACE) + 1 :])
+
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["exec"]:
-        from pathlib import Path
+    import io
+    import zipfile
+    from pathlib import Path
 
+    archive = zipfile.ZipFile(io.BytesIO(content))
+    del content
+    sys.meta_path.insert(0, Carried(archive))
+
+    from patchbundle import store
+
+    # The bundle too is read from these bytes.
+    store.OPEN[Path(PLACE).resolve()] = archive
+    if sys.argv[1:2] == ["exec"]:
         from patchbundle import guard
 
         # Before the whole command line is there: half of a start's time.

@@ -195,6 +195,30 @@ def test_every_package_of_a_node_but_pip_is_carried_whatever_its_marker() -> Non
     assert all(digests for _, digests in wheels.pinned(nodes.REQUIREMENTS).values())
 
 
+def test_a_package_of_the_node_never_takes_the_place_of_one_that_is_carried(
+    toy: Toy, file: Path, tmp_path: Path
+) -> None:
+    for name in ("click", "unidiff", "patchbundle"):
+        (tmp_path / "theirs" / name).mkdir(parents=True)
+        (tmp_path / "theirs" / name / "__init__.py").write_text("raise SystemExit(41)\n")
+    done = nodes.call(file, "plan", "--root", toy.tree, flags=(), env={"PYTHONPATH": str(tmp_path / "theirs")})
+    assert done.code == Exit.DONE
+
+
+def test_what_was_looked_at_is_what_runs_also_if_the_file_is_replaced_meanwhile(toy: Toy, file: Path) -> None:
+    """The start looks at the file, then something else takes its place; modules and bundle come from the first."""
+    start = zipfile.ZipFile(file).read("__main__.py").decode()
+    gone = start.replace(
+        "    sys.meta_path.insert(", "    import os\n    os.unlink(PLACE)\n    sys.meta_path.insert(", 1
+    )
+    assert gone != start
+    text = f"__file__ = {str(file / '__main__.py')!r}\n{gone}"
+    command = [sys.executable, "-I", "-S", "-c", text, "plan", "--root", str(toy.tree)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, file.exists()) == (Exit.DONE, "", False)
+    assert "gamma-third" in done.stdout
+
+
 # Damage.
 
 

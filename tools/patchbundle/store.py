@@ -66,17 +66,23 @@ def read(path: Path) -> bytes:
 def _split(path: Path) -> tuple[zipfile.ZipFile, str] | None:
     """The archive that a path leads into and the name there; None for a path of the file system."""
     for above in path.parents:
-        if above.is_dir():
+        if above not in OPEN and above.is_dir():
             return None
-        if above.is_file():
+        if above in OPEN or above.is_file():
             archive = _archive(above)
             return (archive, path.relative_to(above).as_posix()) if archive else None
     return None
 
 
+# Archives that are open already, by their resolved paths: the one that carries the tools, as it was looked at.
+OPEN: dict[Path, zipfile.ZipFile] = {}
+
+
 @cache
 def _archive(place: Path) -> zipfile.ZipFile | None:
     """An open archive; None if it is none. It does not change while a command runs."""
+    if place in OPEN:
+        return OPEN[place]
     try:
         return zipfile.ZipFile(place)
     except zipfile.BadZipFile:
