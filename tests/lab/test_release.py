@@ -102,7 +102,9 @@ def test_a_node_with_python_alone_goes_up_and_down_and_knows_where_it_is(
 
     assert [call("plan").code, call("status").code, call("check", "--expect", "base", "--full").code] == [0, 0, 0]
     done = call("apply", "--json")
-    assert (done.code, done.err) == (Exit.DONE, "")
+    assert done.code == Exit.DONE
+    # A slow machine is told how far it is.
+    assert all(line.startswith("…") for line in done.err.splitlines())
     after = trees.snapshot(toy.tree, times=False)
     assert call("check", "--expect", "applied", "--full").code == Exit.DONE
     assert call("apply").code == Exit.NOTHING_TO_DO
