@@ -30,6 +30,9 @@ router-release: $(VENV)/test.stamp ## the same, optimised
 test-faults: $(VENV)/test.stamp ## every series on its real base: killed, failed, and its power lost, at every call
 	PYTHONPATH=tools $(BIN)/python -m lab.faults
 
+coverage: $(VENV)/test.stamp ## which lines and branches of the tools the tests take, children included; fails below 95 %
+	$(BIN)/python -m pytest --cov --cov-report=term -m "not router and not rig and not device and not bases" tests/test_*.py tests/extras
+
 fuzz: $(VENV)/test.stamp ## five minutes of random bytes at each reader of bytes, led by coverage
 	$(PIP) -r requirements/fuzz.txt
 	for target in patch journal lock record; do PYTHONPATH=tools $(BIN)/python -m lab.fuzz $$target; done
