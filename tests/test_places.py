@@ -153,8 +153,10 @@ def test_a_distribution_that_is_found_twice_is_refused_and_both_are_named(toy: T
     for verb in ("apply", "plan", "status", "check"):
         done = call(file, place, verb, "--json")
         assert (done.code, done.reason) == (Exit.REFUSED, "two-targets")
-        assert str(place.tree) in done.table["error"]["found"]
-        assert str(second) in done.table["error"]["found"]
+        # What status says may go into a ticket: there the folder that was given goes by its name.
+        top, name = str(tmp_path / "rootfs"), "$ROOT" if verb == "status" else str(tmp_path / "rootfs")
+        for tree in (place.tree, second):
+            assert str(tree).replace(top, name) in done.table["error"]["found"]
     assert trees.snapshot(tmp_path / "rootfs") == before
 
 
