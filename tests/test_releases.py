@@ -91,7 +91,7 @@ def test_a_tree_of_a_release_is_known_by_name_and_level(scene: Scene, level: int
     assert checked.table["result"]["release"] == "1.0"
     refused = trees.check(scene.toy, "--expect", "applied")
     assert refused.code == Exit.REFUSED
-    assert "of release 1.0" in refused.err
+    assert f"level {level} (1.0:{toys.LEVELS[level - 1]})" in refused.err
 
 
 @LEVELS
