@@ -20,6 +20,7 @@ import click
 
 from benchmarks.report import Row, show
 from benchmarks.router import CASES, STOCK, Generator
+from lab import provenance
 from lab.router.build import BUNDLE_OPTION, Builder, BuildError, Result
 from lab.router.harness import EVEN, ONE_SHOT, Bench
 from patchbundle.errors import BundleError
@@ -100,7 +101,7 @@ def main(root: Path, seconds: float, policy: str, profile: str, stream: bool, ke
             rows.append(Row(f"{case}: requests", requests, "requests"))
             rows.append(Row(f"{case}: instructions a request", each, ""))
             rows.append(Row(f"{case}: to stock", each / stock, "x"))
-    show(rows, as_json)
+    show(rows, as_json, provenance.of(__file__, None))
 
 
 if __name__ == "__main__":

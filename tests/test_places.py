@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,12 +170,10 @@ def linked(source: Path, copy: Path) -> None:
 
 
 def with_uv(toy: Toy, folder: Path) -> tuple[Place, Path]:
-    if shutil.which("uv") is None:
-        pytest.skip("no uv on this machine")
-    sites = []
+    uv, sites = Path(sys.executable).with_name("uv"), []
     for name in ("one", "two"):
         made = environment(folder / name)
-        command = ["uv", "pip", "install", "--offline", "--no-deps", "--link-mode", "hardlink", "--cache-dir"]
+        command = [uv, "pip", "install", "--offline", "--no-deps", "--link-mode", "hardlink", "--cache-dir"]
         subprocess.run([*command, folder / "cache", "--python", made / "bin/python", wheel(toy)], check=True)
         sites.append(next(made.glob("lib/python3*/site-packages")))
     python = folder / "one/bin/python"

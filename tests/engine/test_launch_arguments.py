@@ -20,4 +20,6 @@ def test_every_argument_is_one_of_the_pinned_engine(role: str, stock: Callable[[
     names = set(listed["arguments"]) | {
         name for gate in listed["gates"].values() for name in gate.needs if name.islower()
     }
+    # Follows from three arguments; the engine has none of that name.
+    names -= {"attention-tp"}
     assert [name for name in names if not re.search(rf"^    {name.replace('-', '_')}:", fields, re.MULTILINE)] == []

@@ -179,7 +179,6 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str = "") -> 
     monkeypatch.setattr(engine, "spec", spec)
     monkeypatch.setattr(engine, "unpack", lambda pack, home: {})
     monkeypatch.setattr(models, "ensure", lambda name, make: tmp_path)
-    monkeypatch.setattr(engine, "machine", dict)
     monkeypatch.setattr(sys, "argv", ["engine", str(tmp_path), "--out", str(tmp_path / "out.json"), "--new", "3"])
     code = engine.main()
     report: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
