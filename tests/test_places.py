@@ -170,10 +170,19 @@ def linked(source: Path, copy: Path) -> None:
 
 
 def with_uv(toy: Toy, folder: Path) -> tuple[Place, Path]:
-    uv, sites = Path(sys.executable).with_name("uv"), []
+    sites = []
     for name in ("one", "two"):
         made = environment(folder / name)
-        command = [uv, "pip", "install", "--offline", "--no-deps", "--link-mode", "hardlink", "--cache-dir"]
+        command = [
+            Path(sys.executable).with_name("uv"),
+            "pip",
+            "install",
+            "--offline",
+            "--no-deps",
+            "--link-mode",
+            "hardlink",
+            "--cache-dir",
+        ]
         subprocess.run([*command, folder / "cache", "--python", made / "bin/python", wheel(toy)], check=True)
         sites.append(next(made.glob("lib/python3*/site-packages")))
     python = folder / "one/bin/python"
