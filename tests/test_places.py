@@ -173,16 +173,8 @@ def with_uv(toy: Toy, folder: Path) -> tuple[Place, Path]:
     sites = []
     for name in ("one", "two"):
         made = environment(folder / name)
-        command = [
-            Path(sys.executable).with_name("uv"),
-            "pip",
-            "install",
-            "--offline",
-            "--no-deps",
-            "--link-mode",
-            "hardlink",
-            "--cache-dir",
-        ]
+        uv = str(Path(sys.executable).with_name("uv"))
+        command = [uv, "pip", "install", "--offline", "--no-deps", "--link-mode", "hardlink", "--cache-dir"]
         subprocess.run([*command, folder / "cache", "--python", made / "bin/python", wheel(toy)], check=True)
         sites.append(next(made.glob("lib/python3*/site-packages")))
     python = folder / "one/bin/python"
