@@ -14,7 +14,7 @@ PAGE, UPSTREAM = "docs/claims.md", "docs/upstream.md"
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def problems(root: Path) -> list[Problem]:

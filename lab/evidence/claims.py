@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -118,6 +119,8 @@ def entries(
         listed = tomllib.loads((root / file).read_text(encoding="utf-8")).get(table, [])
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         return [], [Problem(file, f"cannot be read: {error}")]
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        return [], [Problem(file, f"{table} is no array of tables")]
     known: dict[str, dict[str, Any]] = {}
     problems = [] if listed else [Problem(file, f"holds no {table}")]
     for number, entry in enumerate(listed, 1):
@@ -144,6 +147,12 @@ def faults(entry: Entry) -> Iterator[str]:
     if missing:
         yield f"lacks {', '.join(sorted(missing))}"
         return
+    texts = [
+        name for name, value in entry.items() if name not in {"value", "tolerance", "date"} and not _is_text(value)
+    ]
+    if texts:
+        yield f"{', '.join(texts)}: expected a text that is not blank"
+        return
     if entry["kind"] not in {kind.value for kind in Kind}:
         yield f"kind {entry['kind']!r}: expected {', '.join(kind.value for kind in Kind)}"
         return
@@ -161,8 +170,16 @@ def faults(entry: Entry) -> Iterator[str]:
     for name in ("value", "tolerance"):
         if isinstance(entry.get(name, 0), bool) or not isinstance(entry.get(name, 0), int | float):
             yield f"{name} is no number"
-    if not isinstance(entry["date"], datetime.date):
+        elif not math.isfinite(entry.get(name, 0)):
+            yield f"{name} is not finite"
+    if type(entry["date"]) is not datetime.date:
         yield "date is no date"
+    elif entry["date"] > datetime.date.today():
+        yield "date is in the future"
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def check(claim: Claim, root: Path, formulas: Mapping[str, Formula]) -> Iterator[Problem]:
@@ -206,13 +223,17 @@ def measured(root: Path, result: str, pick: str) -> float:
         content = json.loads((root / result).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise StaleResult(f"{result} cannot be read: {error}") from error
-    missing = [name for name in ("script", "script_sha256", "machine", "seed") if name not in content]
-    missing += [] if {"versions", "torch"} & content.keys() else ["versions"]
+    if not isinstance(content, dict):
+        raise StaleResult(f"{result} is no object")
+    # A seed may be null: nothing was drawn at random.
+    missing = [name for name in ("script", "script_sha256", "machine") if not content.get(name)]
+    missing += [] if "seed" in content else ["seed"]
+    missing += [] if content.get("versions") or content.get("torch") else ["versions"]
     if missing:
         raise StaleResult(f"{result} lacks {', '.join(missing)}")
-    script = root / content["script"]
-    digest = hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else "absent"
-    if digest != content["script_sha256"]:
+    script = (root / str(content["script"])).resolve()
+    inside = script.is_relative_to(root.resolve()) and script.is_file()
+    if not inside or hashlib.sha256(script.read_bytes()).hexdigest() != content["script_sha256"]:
         raise StaleResult(f"{result} is stale: {content['script']} has changed since; measure again")
     at: Any = content
     for key, name in re.findall(r"([^.\[\]]+)|\[([^\]]+)\]", pick):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import shutil
@@ -271,3 +272,38 @@ def test_the_checker_holds_here() -> None:
     done = CliRunner().invoke(cli.check_cli, ["--evidence", "--bundle", str(ROOT)])
     assert done.exit_code == 0, done.output
     assert "all are what stands behind them" in done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"unit": ["ms"]}, "unit: expected a text"),
+        ({"kind": ["reported"]}, "kind: expected a text"),
+        ({"source": " "}, "source: expected a text"),
+        ({"statement": ""}, "statement: expected a text"),
+        ({"value": float("nan")}, "value is not finite"),
+        ({"tolerance": float("inf")}, "tolerance is not finite"),
+        ({"date": datetime.date(2999, 1, 1)}, "date is in the future"),
+        ({"date": datetime.datetime(2026, 1, 1)}, "date is no date"),
+    ],
+)
+def test_a_claim_of_odd_values_is_named_and_is_no_traceback(change: dict[str, Any], what: str) -> None:
+    entry: dict[str, Any] = {"id": "a", "statement": "s", "value": 1, "unit": "ms", "kind": "reported"}
+    entry |= {"source": "a note", "date": datetime.date(2026, 1, 1)}
+    assert not any(what in fault for fault in claims.faults(entry))
+    assert any(what in fault for fault in claims.faults(entry | change))
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '"words"', '{"script": 5, "script_sha256": "x", "machine": "m"}'])
+def test_a_result_of_another_form_is_stale_and_is_no_traceback(tmp_path: Path, text: str) -> None:
+    (tmp_path / "one.json").write_text(text)
+    with pytest.raises(claims.StaleResult):
+        claims.measured(tmp_path, "one.json", "rows")
+
+
+@pytest.mark.parametrize("script", ["nowhere.py", "/etc/hostname", "../outside.py"])
+def test_a_result_of_a_script_that_is_not_of_the_repository_is_stale(tmp_path: Path, script: str) -> None:
+    result = {"script": script, "script_sha256": "absent", "machine": "m", "versions": {"python": "3"}, "seed": None}
+    (tmp_path / "one.json").write_text(json.dumps(result | {"value": 1}))
+    with pytest.raises(claims.StaleResult, match="is stale"):
+        claims.measured(tmp_path, "one.json", "value")
