@@ -96,7 +96,8 @@ def packed(data: bytes, compression: str) -> bytes:
     if compression == "zstd":
         import zstandard
 
-        return zstandard.ZstdCompressor().compress(data)
+        compressed: bytes = zstandard.ZstdCompressor().compress(data)
+        return compressed
     return gzip.compress(data, 6, mtime=0) if compression == "gzip" else data
 
 

@@ -127,7 +127,8 @@ TABLE: tuple[StandIn, ...] = (
         "replace",
         "kernel",
         "packing of latent rows into the fp8 cache (Triton)",
-        "row by row in the interpreter it takes minutes for a prompt; and a float32 model's rope part would not fit a 656-byte row",
+        "row by row in the interpreter it takes minutes for a prompt; "
+        "and a float32 model's rope part would not fit a 656-byte row",
         "the same bytes: fp8 tiles of 128 with one scale each, rope part in bf16",
     ),
     StandIn(
