@@ -99,7 +99,6 @@ format: $(VENV)/test.stamp ## let ruff rewrite what it can
 
 claims: $(VENV)/test.stamp ## write docs/claims.md, docs/upstream.md and docs/stand-ins.md from evidence/, the patches' headers and the rig
 	PYTHONPATH=tools $(BIN)/python -m lab.evidence
-	$(BIN)/python -m lab.rig.standins.page
 
 report: $(VENV)/test.stamp ## one HTML file that opens without a network: patches, pins, claims, kernel chart, models
 	PYTHONPATH=tools $(BIN)/python -m lab.evidence.report build/report.html

@@ -108,7 +108,7 @@ def test_every_condition_that_fails_is_named_at_once() -> None:
 
 def test_a_profile_that_is_not_there_is_named() -> None:
     done = env("prefill", "--profile=none")
-    assert done.exit_code == 1 and "profile-none.toml" in done.output
+    assert done.exit_code == 1 and "no such profile" in done.output and "16k" in done.output
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,13 @@ def test_a_profile_that_is_not_there_is_named() -> None:
     [
         ("[arguments\n", "TOML"),
         ('[arguments]\n"Tp Size" = 1\n', "a flag without its dashes"),
+        ('[arguments]\nhost = "prefill-7"\n', "no address and no key"),
+        ('[arguments]\napi-key = "x"\n', "no address and no key"),
+        ('[arguments]\ndist-init-addr = "node"\n', "no address and no key"),
+        ('[environment]\nHF_TOKEN = "x"\n', "no address and no key"),
+        ('[arguments]\nmodel = "node7:8000"\n', "no address in a bundle"),
+        ('[arguments]\nmodel = "tcp://prefill"\n', "no address in a bundle"),
+        ('[environment]\nNIC = "0a:1b:2c:3d:4e:5f"\n', "no address in a bundle"),
         ("[arguments]\ntp = [1]\n", "a string, a number"),
         ("arguments = 1\n", "a table"),
         ("[environment]\nlower = 'x'\n", "a variable's name"),

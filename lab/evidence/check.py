@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lab.evidence import claims, figures, ledger
-from lab.evidence.claims import Claim, Kind, Problem
+from lab.evidence.claims import Claim, Kind, Problem, StaleResult
 from lab.evidence.formulas import FORMULAS
+from lab.rig.standins import page as standins
 
-PAGE, UPSTREAM = "docs/claims.md", "docs/upstream.md"
+PAGE, UPSTREAM, STAND_INS = "docs/claims.md", "docs/upstream.md", "docs/stand-ins.md"
 
 
 def pages(root: Path) -> list[Path]:
@@ -34,6 +35,7 @@ def _problems(root: Path) -> Iterator[Problem]:
         if path in (root / PAGE, root / UPSTREAM):
             continue  # compared as a whole below
         yield from figures.check(str(path.relative_to(root)), path.read_text(encoding="utf-8"), by_id)
+    yield from results(root)
     links, wrong = ledger.read(root)
     patches, unread = ledger.series(root)
     yield from (*wrong, *unread)
@@ -44,8 +46,27 @@ def _problems(root: Path) -> Iterator[Problem]:
             yield Problem(name, "is not what is written of its list; run `make claims`")
 
 
-def page(known: list[Claim]) -> str:
-    """The page that lists every claim by kind."""
+def results(root: Path) -> Iterator[Problem]:
+    """Results that do not say what made them, or whose script has changed, and that are not listed as older ones."""
+    older, wrong = claims.older(root)
+    yield from wrong
+    for path in sorted((root / "evidence").rglob("*.json")):
+        name = path.relative_to(root).as_posix()
+        try:
+            claims.result(root, name)
+        except StaleResult as error:
+            if name not in older:
+                yield Problem(name, str(error).removeprefix(f"{name} "))
+        else:
+            if name in older:
+                yield Problem(f"{claims.FILE}: {name}", "says all that a result must: take it off the older ones")
+    for name in older:
+        if not (root / name).is_file():
+            yield Problem(f"{claims.FILE}: {name}", "is no file")
+
+
+def page(known: list[Claim], older: Mapping[str, str]) -> str:
+    """The page that lists every claim by kind, and the older results."""
     lines = [
         "# Claims",
         "",
@@ -62,14 +83,21 @@ def page(known: list[Claim]) -> str:
         lines += ["", f"## {kind.value.capitalize()}", "", f"| claim | value | {behind} | date |", "|---|---|---|---|"]
         for claim in own:
             within = f" ± {claim.tolerance:g}" if claim.tolerance else ""
-            value = f"{claim.value:,.10g} {claim.unit}{within} <!-- claim: {claim.id} -->"
+            value = f"{claim.shown}{within} <!-- claim: {claim.id} -->"
             lines.append(f"| {claim.statement} | {value} | {claim.known_by} | {claim.date} |")
+    if older:
+        lines += ["", "## Older results", "", "| result | what it lacks |", "|---|---|"]
+        lines += [f"| `{name}` | {lacks} |" for name, lacks in older.items()]
     return "\n".join(lines) + "\n"
 
 
 def made(root: Path) -> dict[str, str]:
     """The pages that are written here, by their paths."""
-    return {PAGE: page(claims.read(root)[0]), UPSTREAM: ledger.page(ledger.read(root)[0], ledger.series(root)[0])}
+    return {
+        PAGE: page(claims.read(root)[0], claims.older(root)[0]),
+        UPSTREAM: ledger.page(ledger.read(root)[0], ledger.series(root)[0]),
+        STAND_INS: standins.text(),
+    }
 
 
 def write(root: Path) -> None:

@@ -10,11 +10,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from lab.evidence.quantity import MixedUnits, Quantity
+from lab.evidence.quantity import MEASURES, MixedUnits, Quantity
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,21 +23,15 @@ else:
     import tomli as tomllib
 
 FILE = "evidence/claims.toml"
-UNITS = frozenset(
+COUNTED = frozenset(
     [
-        "%",
-        "ms",
-        "us",
-        "s",
-        "GiB",
-        "MiB",
-        "GB/s",
         "S",
-        "×",
-        "req/s",
-        "tokens",
-        "tokens/s/GPU",
         "requests",
+        "calls",
+        "descriptors",
+        "retractions",
+        "comparisons",
+        "pairs",
         "runs",
         "bytes",
         "cards",
@@ -48,6 +43,7 @@ UNITS = frozenset(
         "faults",
     ]
 )
+UNITS = COUNTED | MEASURES.keys()
 COMMON = {"id", "statement", "value", "unit", "kind", "date"}
 
 
@@ -80,11 +76,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure. ``tolerance`` is absolute, in the claim's unit."""
+    """One figure, or of a reported table all those of a column. ``tolerance`` is absolute, in the claim's unit."""
 
     id: str
     statement: str
-    value: float
+    values: tuple[float, ...]
     unit: str
     kind: Kind
     date: datetime.date
@@ -94,6 +90,16 @@ class Claim:
     pick: str = ""
     source: str = ""
     not_shown: str = ""
+
+    @property
+    def value(self) -> float:
+        """The figure; of a column the first."""
+        return self.values[0]
+
+    @property
+    def shown(self) -> str:
+        """Its figures with the unit."""
+        return f"{', '.join(f'{value:,.10g}' for value in self.values)} {self.unit}"
 
     @property
     def known_by(self) -> str:
@@ -112,9 +118,12 @@ Entry = Mapping[str, Any]
 
 
 def entries(
-    root: Path, file: str, table: str, key: str, faults: Callable[[Entry], Iterator[str]]
+    root: Path, file: str, table: str, key: str, faults: Callable[[Entry], Iterator[str]], *, some: bool = True
 ) -> tuple[list[dict[str, Any]], list[Problem]]:
-    """Each ``[[table]]`` of a TOML file without ``faults``, once for each ``key``; and what is wrong besides."""
+    """Each ``[[table]]`` of a TOML file without ``faults``, once for each ``key``; and what is wrong besides.
+
+    ``some``: that there is none at all is wrong too.
+    """
     try:
         listed = tomllib.loads((root / file).read_text(encoding="utf-8")).get(table, [])
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -122,10 +131,10 @@ def entries(
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         return [], [Problem(file, f"{table} is no array of tables")]
     known: dict[str, dict[str, Any]] = {}
-    problems = [] if listed else [Problem(file, f"holds no {table}")]
+    problems = [] if listed or not some else [Problem(file, f"holds no {table}")]
     for number, entry in enumerate(listed, 1):
         found = list(faults(entry))
-        if not found and entry[key] in known:
+        if not found and str(entry[key]) in known:
             found = ["is there twice"]
         problems += [Problem(f"{file}: {entry.get(key, f'{table} {number}')}", what) for what in found]
         if not found:
@@ -136,9 +145,23 @@ def entries(
 def read(root: Path) -> tuple[list[Claim], list[Problem]]:
     """The claims that are well formed, and what is wrong with the others."""
     listed, problems = entries(root, FILE, "claim", "id", faults)
-    return [
-        Claim(**entry | {"kind": Kind(entry["kind"]), "value": float(entry["value"])}) for entry in listed
-    ], problems
+    return [_claim(**entry) for entry in listed], problems
+
+
+def older(root: Path) -> tuple[dict[str, str], list[Problem]]:
+    """Results that lack something a result must say, and what; nothing that is read from one is claimed as measured."""
+
+    def wrong(entry: Entry) -> Iterator[str]:
+        if entry.keys() != {"result", "lacks"} or not all(map(_is_text, entry.values())):
+            yield "expected result and lacks, each a text that is not blank"
+
+    listed, problems = entries(root, FILE, "older", "result", wrong, some=False)
+    return {entry["result"]: entry["lacks"] for entry in listed}, problems
+
+
+def _claim(value: float | list[float], kind: str, **fields: Any) -> Claim:
+    values = value if isinstance(value, list) else [value]
+    return Claim(values=tuple(map(float, values)), kind=Kind(kind), **fields)
 
 
 def faults(entry: Entry) -> Iterator[str]:
@@ -147,9 +170,7 @@ def faults(entry: Entry) -> Iterator[str]:
     if missing:
         yield f"lacks {', '.join(sorted(missing))}"
         return
-    texts = [
-        name for name, value in entry.items() if name not in {"value", "tolerance", "date"} and not _is_text(value)
-    ]
+    texts = [name for name, text in entry.items() if name not in {"value", "tolerance", "date"} and not _is_text(text)]
     if texts:
         yield f"{', '.join(texts)}: expected a text that is not blank"
         return
@@ -167,15 +188,34 @@ def faults(entry: Entry) -> Iterator[str]:
         yield "id: expected small letters, digits and single dashes"
     if entry["unit"] not in UNITS:
         yield f"unit {entry['unit']!r}: expected one of {' '.join(sorted(UNITS))}"
-    for name in ("value", "tolerance"):
-        if isinstance(entry.get(name, 0), bool) or not isinstance(entry.get(name, 0), int | float):
+    value, tolerance = entry["value"], entry.get("tolerance", 0)
+    if isinstance(value, list) and kind is not Kind.REPORTED:
+        yield f"value is a list, which a {kind.value} claim has not"
+        return
+    if value == []:
+        yield "value is empty"
+    for name, number in [("value", one) for one in (value if isinstance(value, list) else [value])] + [
+        ("tolerance", tolerance)
+    ]:
+        if isinstance(number, bool) or not isinstance(number, int | float):
             yield f"{name} is no number"
-        elif not math.isfinite(entry.get(name, 0)):
+            return
+        if not math.isfinite(number):
             yield f"{name} is not finite"
+            return
+    if not 0 <= tolerance <= (0 if isinstance(value, list) else _rounding(value)):
+        yield f"tolerance {tolerance:g}: more than rounding {value} needs; it would let anything pass"
     if type(entry["date"]) is not datetime.date:
         yield "date is no date"
     elif entry["date"] > datetime.date.today():
         yield "date is in the future"
+
+
+def _rounding(value: float) -> float:
+    """Half of the last digit of a number as it is written."""
+    exponent = Decimal(repr(value)).as_tuple().exponent
+    assert isinstance(exponent, int)
+    return 0.5 * 10.0 ** min(exponent, 0)
 
 
 def _is_text(value: object) -> bool:
@@ -214,33 +254,41 @@ class StaleResult(Exception):
     """A result that no longer stands behind a claim, or never did."""
 
 
-def measured(root: Path, result: str, pick: str) -> float:
-    """The number that ``pick`` names in a result: keys with dots between them, ``[NAME]`` for a row by its name.
+def result(root: Path, name: str) -> dict[str, Any]:
+    """What a result holds. The digest is of its script alone: a change of what that imports is not seen.
 
     Raises StaleResult if the file is missing, says too little about its run, or its script has changed since.
     """
     try:
-        content = json.loads((root / result).read_text(encoding="utf-8"))
+        content = json.loads((root / name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise StaleResult(f"{result} cannot be read: {error}") from error
+        raise StaleResult(f"{name} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise StaleResult(f"{result} is no object")
+        raise StaleResult(f"{name} is no object")
     # A seed may be null: nothing was drawn at random.
     missing = [name for name in ("script", "script_sha256", "machine") if not content.get(name)]
     missing += [] if "seed" in content else ["seed"]
     missing += [] if content.get("versions") or content.get("torch") else ["versions"]
     if missing:
-        raise StaleResult(f"{result} lacks {', '.join(missing)}")
+        raise StaleResult(f"{name} lacks {', '.join(missing)}")
     script = (root / str(content["script"])).resolve()
     inside = script.is_relative_to(root.resolve()) and script.is_file()
     if not inside or hashlib.sha256(script.read_bytes()).hexdigest() != content["script_sha256"]:
-        raise StaleResult(f"{result} is stale: {content['script']} has changed since; measure again")
-    at: Any = content
-    for key, name in re.findall(r"([^.\[\]]+)|\[([^\]]+)\]", pick):
+        raise StaleResult(f"{name} is stale: {content['script']} has changed since; measure again")
+    return content
+
+
+def measured(root: Path, name: str, pick: str) -> float:
+    """The number that ``pick`` names in a result: keys with dots between them, ``[NAME]`` for a row by its name.
+
+    Raises StaleResult as ``result``, and if there is no such number.
+    """
+    at: Any = result(root, name)
+    for key, row_name in re.findall(r"([^.\[\]]+)|\[([^\]]+)\]", pick):
         try:
-            at = at[key] if key else next(row for row in at if row["name"] == name)
+            at = at[key] if key else next(row for row in at if row["name"] == row_name)
         except (KeyError, TypeError, StopIteration):
-            raise StaleResult(f"{result} has nothing at {pick}") from None
+            raise StaleResult(f"{name} has nothing at {pick}") from None
     if isinstance(at, bool) or not isinstance(at, int | float):
-        raise StaleResult(f"{result} has no number at {pick}")
+        raise StaleResult(f"{name} has no number at {pick}")
     return float(at)

@@ -56,16 +56,20 @@ def faults(entry: Entry) -> Iterator[str]:
             + [f"has {name}, which no link has" for name in sorted(unknown)]
         )
         return
-    if not _LINK.fullmatch(str(entry["url"])):
+    if not (isinstance(entry["url"], str) and _LINK.fullmatch(entry["url"])):
         yield "url: expected a pull request or an issue"
-    if not (isinstance(entry["patches"], list) and entry["patches"]):
+    patches = entry["patches"]
+    if not (isinstance(patches, list) and patches and all(isinstance(name, str) for name in patches)):
         yield "patches: expected a list of ids"
     if entry["status"] not in STATUSES:
         yield f"status {entry['status']!r}: expected {', '.join(STATUSES)}"
-    if not (isinstance(entry["how"], str) and entry["how"]):
+    if entry["status"] == "unknown" and "newest" in entry:
+        yield "status 'unknown': expected what was read on its newest date"
+    if not (isinstance(entry["how"], str) and entry["how"].strip()):
         yield "how: expected words"
     for name in ("seen", "newest"):
-        if not isinstance(entry.get(name, datetime.date.min), datetime.date):
+        # A date with a time is a date to Python, and not to be compared with one.
+        if type(entry.get(name, datetime.date.min)) is not datetime.date:
             yield f"{name} is no date"
 
 

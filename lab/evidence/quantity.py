@@ -4,6 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# What a figure on a page may be in: each with its base unit and the factor to it.
+MEASURES: dict[str, tuple[str, float]] = {
+    "%": ("%", 1),
+    "ns": ("s", 1e-9),
+    "us": ("s", 1e-6),
+    "ms": ("s", 1e-3),
+    "s": ("s", 1),
+    "min": ("s", 60),
+    "h": ("s", 3600),
+    "KiB": ("bytes", 2**10),
+    "MiB": ("bytes", 2**20),
+    "GiB": ("bytes", 2**30),
+    "TiB": ("bytes", 2**40),
+    "kB": ("bytes", 1e3),
+    "MB": ("bytes", 1e6),
+    "GB": ("bytes", 1e9),
+    "TB": ("bytes", 1e12),
+    "MB/s": ("bytes/s", 1e6),
+    "GB/s": ("bytes/s", 1e9),
+    "TB/s": ("bytes/s", 1e12),
+    "req/s": ("req/s", 1),
+    "tokens": ("tokens", 1),
+    "tokens/s": ("tokens/s", 1),
+    "tokens/s/GPU": ("tokens/s/GPU", 1),
+    "×": ("×", 1),
+}
+
 
 class MixedUnits(ValueError):
     """A sum or a difference of two units."""

@@ -70,7 +70,7 @@ def claimed(root: Path) -> Section:
         rows = [
             {
                 "claim": claim.statement,
-                "value": f"{claim.value:,.10g} {claim.unit}" + (f" ± {claim.tolerance:g}" if claim.tolerance else ""),
+                "value": claim.shown + (f" ± {claim.tolerance:g}" if claim.tolerance else ""),
                 "known by": claim.known_by,
                 "date": str(claim.date),
             }

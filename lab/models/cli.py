@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -36,6 +39,19 @@ def show(title: str, lines: Iterable[Line], as_json: bool) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+class Amount(click.FloatRange):
+    """A number that is not below nothing, and finite: no bound refuses "nan", for it compares with none."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
+
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Rows instead of a table.")
 
 
@@ -45,7 +61,7 @@ class Refusing(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise click.UsageError(str(error)) from error
 
 
@@ -95,10 +111,10 @@ def collectives(chunk: int, hidden: int, itemsize: int, tp: int, cp: int, projec
 
 
 @main.command()
-@click.option("--gib", type=float, default=6.33, show_default=True, help="A rank's budget for KV.")
+@click.option("--gib", type=Amount(), default=6.33, show_default=True, help="A rank's budget for KV.")
 @click.option("--layers", type=click.IntRange(1), default=78, show_default=True)
 @click.option("--indexed", type=click.IntRange(0), help="Layers with an index of their own. Default: all.")
-@click.option("--pack", type=float, default=0.0, show_default=True, help="GiB of pack buffer.")
+@click.option("--pack", type=Amount(), default=0.0, show_default=True, help="GiB of pack buffer.")
 @as_json
 def capacity(gib: float, layers: int, indexed: int | None, pack: float, as_json: bool) -> None:
     """Distinct tokens that a group of ranks holds, by who keeps what."""
@@ -162,21 +178,38 @@ class Numbers(click.ParamType[tuple[int | float, ...]]):
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(self.kind(part) for part in str(value).split(","))
+            numbers = tuple(self.kind(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"{value} is no list of numbers with commas between them", param, ctx)
+        if not all(map(math.isfinite, numbers)):
+            self.fail(f"{value} holds what is no finite number", param, ctx)
+        return numbers
+
+
+class Picture(click.Path):
+    """A file that a picture can be written to: found out before the sweep, not after it."""
+
+    name = "FILE"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(str(value))
+        if path.suffix not in (".svg", ".png"):
+            self.fail(f"{path} ends neither in .svg nor in .png", param, ctx)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            self.fail(f"{path} cannot be written", param, ctx)
+        return path
 
 
 @main.command()
-@click.option("--gib", type=float, default=6.33, show_default=True, help="Every rank's budget, the same for all.")
+@click.option("--gib", type=Amount(), default=6.33, show_default=True, help="Every rank's budget, the same for all.")
 @click.option("--prefixes", type=Numbers(int), default=Axes.prefixes, help="Independent prefixes.")
 @click.option("--cold", type=Numbers(float), default=Axes.cold, help="Shares of prefixes that nobody shares.")
 @click.option("--burst", type=Numbers(int), default=Axes.burst, help="Requests at once.")
 @click.option("--slow", type=Numbers(float), default=Axes.slow, help="Factors on every send.")
-@click.option("--rate", type=float, default=3.4, show_default=True, help="Requests per second.")
+@click.option("--rate", type=Amount(), default=3.4, show_default=True, help="Requests per second.")
 @click.option("--requests", type=click.IntRange(1), default=400, show_default=True)
 @click.option("--seed", type=int, default=17, show_default=True)
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the sweep here (SVG or PNG).")
+@click.option("--plot", type=Picture(), help="Draw the sweep here (SVG or PNG).")
 @as_json
 def sweep(
     gib: float,

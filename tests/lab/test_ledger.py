@@ -98,6 +98,12 @@ ENTRY: dict[str, Any] = {
         (ENTRY | {"how": ""}, "expected words"),
         (ENTRY | {"seen": "yesterday"}, "seen is no date"),
         (ENTRY | {"newest": 1}, "newest is no date"),
+        (ENTRY | {"seen": datetime.datetime(2026, 11, 30)}, "seen is no date"),
+        (ENTRY | {"newest": datetime.datetime(2026, 11, 30)}, "newest is no date"),
+        (ENTRY | {"patches": ["banner", 1]}, "a list of ids"),
+        (ENTRY | {"patches": "banner"}, "a list of ids"),
+        (ENTRY | {"url": ["x"]}, "a pull request or an issue"),
+        (ENTRY | {"status": "unknown", "newest": datetime.date(2026, 11, 1)}, "expected what was read"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -22,6 +22,11 @@ _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _EITHER = re.compile(rf"{_FLAG.pattern}|{_VARIABLE.pattern}")
 _LEAST = re.compile(r">= ([0-9]+)")
+# What a file of config/ must not say: whose machine it is, and what opens it. The caller's own arguments may.
+_PRIVATE = re.compile(r"(?i)(?:^|[-_])(?:host|hostname|ip|addr|address|url|urls|key|secret|password|token)(?:$|[-_])")
+_PLACE = re.compile(
+    r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}|[0-9a-fA-F]{2}(?:[:-][0-9a-fA-F]{2}){5}|\w+://|[\w-]+(?:\.[\w-]+)*:[0-9]+\b"
+)
 _PROFILE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -101,6 +106,10 @@ def _table(table: object, where: str, names: re.Pattern[str], what: str) -> dict
             raise refuse(f"{where}: {name}", what, repr(name))
         if not isinstance(value, bool | int | float | str):
             raise refuse(f"{where}: {name}", "a string, a number, true or false", repr(value))
+        if _PRIVATE.search(name) and not isinstance(value, bool):
+            raise refuse(f"{where}: {name}", "no address and no key in a bundle: give it on the command line", "one")
+        if isinstance(value, str) and _PLACE.search(value):
+            raise refuse(f"{where}: {name}", "no address in a bundle: give it on the command line", "one")
     return table
 
 
@@ -168,6 +177,9 @@ def load(
         if not _PROFILE.fullmatch(profile):
             raise BundleError(Reason.LAUNCH, f"profile {profile}", expected="small letters, digits and dashes")
         files.append(root / "config" / f"profile-{profile}.toml")
+        if not files[-1].is_file():
+            there = sorted(path.stem.removeprefix("profile-") for path in (root / "config").glob("profile-*.toml"))
+            raise BundleError(Reason.LAUNCH, f"profile {profile}", expected=", ".join(there), found="no such profile")
     merged: dict[str, dict[str, Any]] = {"arguments": {}, "environment": {}, "gates": {}}
     for path in files:
         for name, table in read(path).items():

@@ -1,14 +1,11 @@
-"""Writes the page of the docs that shows the table of stand-ins."""
+"""The page of the docs that shows the table of stand-ins."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lab.rig.standins import table
 
-__all__ = ["PAGE", "text"]
+__all__ = ["text"]
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "stand-ins.md"
 _HEAD = """# Stand-ins of the rig
 
 What does not run on a machine without a GPU, and what runs in its place; all else that an engine imports is its own.
@@ -20,7 +17,3 @@ See [the rig](rig.md). `make claims` writes this page from `lab/rig/standins/tab
 def text() -> str:
     """The whole page."""
     return _HEAD + table.markdown()
-
-
-if __name__ == "__main__":
-    PAGE.write_text(text(), encoding="utf-8")

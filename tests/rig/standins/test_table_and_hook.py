@@ -24,7 +24,6 @@ from lab.rig.standins import (
     environment,
     groups,
     hook,
-    page,
     patches,
     staging,
     start,
@@ -200,10 +199,6 @@ def test_the_docs_table_has_a_line_for_every_stand_in_and_the_rows_are_json() ->
     assert len(lines) == len(table.TABLE) + 2
     assert {line.count(" | ") for line in lines if "\\|" not in line} == {lines[0].count(" | "), 0}
     assert len(json.loads(json.dumps(table.rows()))) == len(table.TABLE)
-
-
-def test_the_page_of_the_docs_is_the_table() -> None:
-    assert page.PAGE.read_text(encoding="utf-8") == page.text()
 
 
 def test_torch_gets_a_different_object_under_every_name() -> None:
