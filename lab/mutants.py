@@ -29,7 +29,7 @@ _SLOW = ["--deselect", "tests/test_corpus.py::test_git_agrees_or_the_case_says_w
 # Cheapest first: the first that fails ends it.
 TESTS: dict[str, list[str]] = {
     "parse": ["tests/test_parse.py", "tests/test_corpus.py", *_SLOW],
-    "plan": ["tests/test_plan.py", "tests/test_corpus.py", "tests/test_exactness.py", *_SLOW],
+    "plan": ["tests/test_plan.py", "tests/test_corpus.py", *_SLOW, "tests/test_releases.py", "tests/test_exactness.py"],
     "transaction": ["tests/test_transaction.py", "tests/test_exactness.py", "tests/test_faults.py"],
 }
 _PATIENCE = 240.0  # seconds: a mutant that takes longer hangs

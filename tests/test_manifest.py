@@ -46,6 +46,14 @@ def refusal(root: Path) -> BundleError:
     return caught.value
 
 
+def refused_by_both(root: Path) -> None:
+    """By the strict reading, and by the comparison alone that a look at a tree makes."""
+    refusal(root)
+    with pytest.raises(BundleError) as caught:
+        manifest.load_compared(root)
+    assert caught.value.exit_code == 1
+
+
 def files(root: Path) -> list[str]:
     return sorted(
         path.relative_to(root).as_posix()
@@ -71,7 +79,7 @@ def test_every_change_of_one_byte_of_a_small_bundle_is_caught(tmp_path: Path) ->
         raw = (root / path).read_bytes()
         for spot in range(len(raw)):
             (root / path).write_bytes(raw[:spot] + bytes([raw[spot] ^ 1 << spot % 8]) + raw[spot + 1 :])
-            refusal(root)
+            refused_by_both(root)
         (root / path).write_bytes(raw)
     manifest.load(root)
 
@@ -114,7 +122,7 @@ def test_a_longer_shorter_or_empty_file_is_caught(shared: Toy, change: str) -> N
         raw = (shared.bundle / path).read_bytes()
         data = {"append": raw + b"\n", "cut": raw[:-1], "empty": b""}[change]
         with edited(shared.bundle / path, data):
-            refusal(shared.bundle)
+            refused_by_both(shared.bundle)
 
 
 def test_a_missing_file_is_caught(shared: Toy) -> None:
@@ -122,7 +130,7 @@ def test_a_missing_file_is_caught(shared: Toy) -> None:
         place = shared.bundle / path
         raw = place.read_bytes()
         place.unlink()
-        refusal(shared.bundle)
+        refused_by_both(shared.bundle)
         place.write_bytes(raw)
     manifest.load(shared.bundle)
 
@@ -144,6 +152,8 @@ def test_the_same_bundle_loads_and_says_its_digest(shared: Toy) -> None:
     one, two = manifest.load(shared.bundle), manifest.load(shared.bundle)
     assert one == two
     assert len(one.lock.digest) == 64
+    compared = manifest.load_compared(shared.bundle)
+    assert (compared.bases, compared.artifacts, compared.lock) == (one.bases, one.artifacts, one.lock)
 
 
 # Orphans, both ways.
@@ -168,6 +178,9 @@ def test_a_file_that_nothing_names_is_refused(toy: Toy, path: str) -> None:
     place.write_bytes(b"x\n")
     error = refusal(toy.bundle)
     assert (error.code, error.where) == ("orphan", path)
+    with pytest.raises(BundleError) as caught:
+        manifest.load_compared(toy.bundle)
+    assert (caught.value.code, caught.value.where, caught.value.expected) == ("artifact", path, "not in the lock")
 
 
 @pytest.mark.parametrize("path", ["patches/prefill/alpha-first.patch", "sources/prefill/alpha.py"])

@@ -13,7 +13,7 @@ from patchbundle import manifest, record
 from patchbundle import plan as plan_module
 from patchbundle.bases import Base
 from patchbundle.errors import BundleError
-from patchbundle.identity import ABSENT, EXECUTABLE, File, Identity
+from patchbundle.identity import ABSENT, EXECUTABLE, PLAIN, Attributes, File, Identity
 from patchbundle.lock import Lock, Pins
 from patchbundle.manifest import Bundle
 from patchbundle.plan import Plan, Stand
@@ -92,9 +92,12 @@ def test_every_way_between_two_levels_gives_the_files_written_down_by_hand(
 def test_modules_come_before_their_call_sites_and_go_after_them(
     bundle: Bundle, base: Base, start: int, end: int
 ) -> None:
-    verbs = [operation.verb for operation in planned(bundle, base, start, end).operations]
+    operations = planned(bundle, base, start, end).operations
+    verbs = [operation.verb for operation in operations]
     assert verbs == sorted(verbs, key=["create", "change", "remove"].index)
     assert (verbs == []) == (start == end)
+    words = {(False, True): "create", (True, True): "change", (True, False): "remove"}
+    assert verbs == [words[operation.old.is_file, operation.new.is_file] for operation in operations]
 
 
 def test_folders_of_ours_come_and_go_with_the_level_that_needs_them(bundle: Bundle, base: Base) -> None:
@@ -204,22 +207,103 @@ def test_a_tree_is_not_planned_on_with(bundle: Bundle, base: Base, level: int, p
     assert path in refusal.value.where
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_an_interim_tree_that_is_not_as_pinned_stops_the_plan(bundle: Bundle, base: Base, level: int) -> None:
+def pinned_as(bundle: Bundle, base: Base, path: str, level: int, identity: Identity) -> Bundle:
+    """The same bundle with a lock that says this of a path at a level."""
     pins = bundle.pins(base)
-    chain = list(pins.paths[ENGINE])
-    chain[level] = Identity.of(b"something else")
-    wrong = Pins(pins.role, pins.levels, {**pins.paths, ENGINE: tuple(chain)}, pins.folders)
-    other = replace(bundle, lock=Lock({}, {base.id: wrong}))
+    chain = list(pins.paths[path])
+    chain[level] = identity
+    wrong = Pins(pins.role, pins.levels, {**pins.paths, path: tuple(chain)}, pins.folders)
+    return replace(bundle, lock=Lock({}, {base.id: wrong}))
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 3), (3, 0)])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_an_interim_tree_that_is_not_as_pinned_stops_the_plan(
+    bundle: Bundle, base: Base, level: int, start: int, end: int
+) -> None:
+    other = pinned_as(bundle, base, ENGINE, level, Identity.of(b"something else"))
     with pytest.raises(BundleError) as refusal:
-        way(other, base, 0, 3, tree(bundle, base, 0))
+        way(other, base, start, end, tree(bundle, base, start))
     assert refusal.value.code == "drift"
     assert f"at level {level}" in refusal.value.where
+
+
+@pytest.mark.parametrize(("start", "end", "level"), [(0, 3, 1), (0, 3, 2), (3, 1, 1), (3, 0, 0)])
+def test_a_lock_that_does_not_tell_a_change_stops_the_plan(
+    bundle: Bundle, base: Base, start: int, end: int, level: int
+) -> None:
+    """The step of a patch is checked by what the patch touches, not only by what the lock says that it changes."""
+    path = ENGINE if level < 2 else "sglang/srt/layers/pool.py"
+    beside = level - 1 if start < end else level + 1
+    other = pinned_as(bundle, base, path, level, bundle.pins(base).paths[path][beside])
+    with pytest.raises(BundleError) as refusal:
+        way(other, base, start, end, tree(bundle, base, start))
+    assert refusal.value.code == "drift"
+    assert f"{path} at level {level} " in refusal.value.where
+
+
+def test_between_two_bundles_the_base_is_as_both_pin_it(bundle: Bundle, base: Base) -> None:
+    """Also where the way ends there, and no patch would look at it."""
+    other = pinned_as(bundle, base, OLD, 0, Identity.of(b"something else"))
+    with pytest.raises(BundleError) as refusal:
+        plan_module.plan(Stand(bundle, base, 1), Stand(other, base, 0), tree(bundle, base, 1))
+    assert refusal.value.code == "drift"
+    assert f"{OLD} at level 0" in refusal.value.where
+
+
+def test_between_two_bundles_the_receipt_goes_where_the_new_one_keeps_it(bundle: Bundle, base: Base) -> None:
+    elsewhere = replace(base, install={**base.install, "router": "sglang/o"})
+    other = replace(bundle)
+    before, after = (plan_module.receipt_bytes(bundle, item, 1) for item in (base, elsewhere))
+    assert before is not None
+    assert after is not None
+    start, goal = Stand(bundle, base, 1), Stand(other, elsewhere, 1)
+    made = plan_module.plan(start, goal, tree(bundle, base, 1), receipt_data=before)
+    assert made.operations == (
+        plan_module.Operation("sglang/o/receipt.json", ABSENT, Identity.of(after), after),
+        plan_module.Operation(RECEIPT, Identity.of(before), ABSENT, None),
+    )
+
+
+def test_a_tree_without_a_record_is_planned_without_it(bundle: Bundle, base: Base) -> None:
+    made = way(bundle, base, 0, 1, record_path=toy.RECORD, record_data=None)
+    assert toy.RECORD not in {operation.path for operation in made.operations}
+    assert made.operations == way(bundle, base, 0, 1).operations
 
 
 def test_a_base_that_the_lock_does_not_know_is_not_planned_on(bundle: Bundle, base: Base) -> None:
     with pytest.raises(BundleError, match="pins for other-1"):
         way(bundle, replace(base, id="other-1"), 0, 1, {})
+
+
+def test_what_a_plain_diff_removed_comes_back_with_the_mode_that_it_had_before_that(tmp_path: Path) -> None:
+    """Such a diff has no word for the mode; the lock has, and it is another one a level below."""
+    launch = "sglang/srt/launch.sh"
+    plain = toy.diff(launch, File(toy.LAUNCH), None)
+    plain = plain[plain.index(b"--- ") :]
+    entries = [toy.Entry("x", toy.diff(launch, File(toy.LAUNCH), File(toy.LAUNCH, EXECUTABLE))), toy.Entry("y", plain)]
+    made = manifest.load(toy.make(tmp_path, entries=entries, sources={}).bundle)
+    base = made.bases[toy.BASE_ID]
+    for level, mode in ((1, EXECUTABLE), (0, PLAIN)):
+        (operation, *_) = way(made, base, 2, level, {launch: None}).operations
+        assert (operation.path, operation.new) == (launch, Identity.of(toy.LAUNCH, mode))
+
+
+def test_only_of_files_that_are_removed_right_there_anything_is_kept(bundle: Bundle, base: Base) -> None:
+    """OLD goes with the last patch; a receipt of a level below keeps nothing of it, whatever it says."""
+    pins = bundle.pins(base)
+    own = Attributes(0o640, 1, 2)
+    says = plan_module.receipt_bytes(bundle, base, 3, {OLD: own, ENGINE: own, "sglang/none": own})
+    assert plan_module.kept(pins, 3, says) == {OLD: own}
+    assert plan_module.kept(pins, 2, says) == {}
+    made = f"{toy.HOME}/alpha.py"
+    assert plan_module.kept(pins, 0, plan_module.receipt_bytes(bundle, base, 3, {made: own})) == {}
+    # A file of the release that is back at a later level is kept by the one between.
+    chains = {OLD: (pins.paths[OLD][0], ABSENT, pins.paths[OLD][0])}
+    back = Pins("prefill", ("x", "y"), chains, {})
+    assert [plan_module.kept(back, level, says) for level in range(3)] == [{}, {OLD: own}, {}]
+    made_later = Pins("prefill", ("x", "y"), {OLD: (ABSENT, pins.paths[OLD][0], ABSENT)}, {})
+    assert [plan_module.kept(made_later, level, says) for level in range(3)] == [{}, {}, {}]
 
 
 # What a series may not do, found when it is pinned.

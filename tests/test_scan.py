@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from patchbundle import scan
+from patchbundle import manifest, scan
 from patchbundle.errors import BundleError
+from tests import toy as toys
 from tests import trees
 
 # Written in parts, so that this file itself may be published.
@@ -152,6 +153,20 @@ def test_a_pipe_and_a_huge_file_are_named_and_not_read(tmp_path: Path) -> None:
         scan.check(tmp_path)
     assert "pipe:1: binary: a special file" in caught.value.where
     assert f"huge:1: binary: {1 << 40} bytes" in caught.value.where
+
+
+def test_an_author_scans_the_bundle_and_a_look_at_a_tree_compares_it_with_the_lock(tmp_path: Path) -> None:
+    toy = toys.make(tmp_path)
+    (toy.bundle / "notes").write_text(BAD["an account"][1])
+    assert trees.run(toy, "--json", check=True).reason == "scan"
+    # Nothing is published from a node, and what an operator keeps beside a bundle is no fault of the tree.
+    done = trees.run(toy, "--root", toy.tree, "--full", "--json", check=True)
+    assert done.code == 0
+    assert done.table["result"]["bundle"]["files"] == len(manifest.load(toy.bundle).artifacts)
+    patch = toy.bundle / "patches/prefill/alpha-first.patch"
+    patch.write_bytes(patch.read_bytes() + b"\n")
+    done = trees.run(toy, "--root", toy.tree, "--full", check=True)
+    assert (done.code, "[artifact]" in done.err, patch.name in done.err) == (1, True, True)
 
 
 def test_this_repository_holds_nothing_of_the_kind() -> None:

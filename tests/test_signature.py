@@ -42,4 +42,5 @@ def test_a_signature_beside_the_lock_is_no_orphan_and_changes_no_digest(tmp_path
     after = trees.check(toy, "--json")
     assert (after.code, after.table["result"]["bundle"]["digest"]) == (0, before)
     (toy.bundle / "patches/other.minisig").write_bytes(b"whatever")
-    assert trees.check(toy, "--json").reason == "orphan"
+    assert trees.run(toy, "--json", check=True).reason == "orphan"
+    assert trees.check(toy, "--json").reason == "artifact"

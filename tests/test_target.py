@@ -362,6 +362,23 @@ def test_a_missing_record_is_said_by_every_command_and_never_left_out_in_silence
     assert trees.status(toy).code == 0
 
 
+@pytest.mark.parametrize("words", [("status",), ()])
+def test_a_missing_record_is_a_warning_in_the_json_of_status_and_check(toy: Toy, words: tuple[str, ...]) -> None:
+    def look() -> trees.Result:
+        return trees.run(toy, *words, "--root", toy.tree, "--json", check=not words)
+
+    listing = (toy.tree / toys.RECORD).read_bytes()
+    assert look().table["result"]["warnings"] == []
+    (toy.tree / toys.RECORD).unlink()
+    done = look()
+    assert done.code == 0
+    assert done.table["result"]["warnings"] == [
+        "RECORD: not seen, so it is not kept up; if it comes back, the tree is drifted"
+    ]
+    (toy.tree / toys.RECORD).write_bytes(listing)
+    assert look().table["result"]["warnings"] == []
+
+
 @pytest.mark.parametrize("name", ["METADATA", "WHEEL", "INSTALLER"])
 def test_a_record_is_seen_whatever_else_of_the_metadata_is_gone(toy: Toy, name: str) -> None:
     """Without METADATA too: the version is in the folder's name."""

@@ -21,7 +21,7 @@ from typing import Any
 
 READS = (
     *("access", "close", "dup", "fstat", "fstatvfs", "getxattr", "listdir", "listxattr", "lstat", "read", "readlink"),
-    *("scandir", "stat"),
+    *("readv", "scandir", "stat"),
 )
 CHANGES = ("fchmod", "fchown", "link", "mkdir", "rename", "rmdir", "setxattr", "unlink", "write")
 SYNCS = ("fsync",)

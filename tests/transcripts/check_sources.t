@@ -2,14 +2,14 @@ $ check_sources.py
 bundle:  HASH, 3 patches, 10 files scanned
 [0]
 $ check_sources.py --root tree
-bundle:  HASH, 3 patches, 10 files scanned
+bundle:  HASH, 3 patches, 9 files as the lock says
 target:  /where/tree
 version: 0.5.19
 torch:   not seen
 holds:   sglang-0.5.19 at level 0 (base)
 [0]
 $ check_sources.py --root tree --expect base --full
-bundle:  HASH, 3 patches, 10 files scanned
+bundle:  HASH, 3 patches, 9 files as the lock says
 target:  /where/tree
 version: 0.5.19
 torch:   not seen
@@ -17,7 +17,7 @@ holds:   sglang-0.5.19 at level 0 (base)
 release: 10 files as in sglang-0.5.19-cp311-cp311-manylinux_2_34_x86_64.whl, 0 extra
 [0]
 $ check_sources.py --root tree --expect applied
-bundle:  HASH, 3 patches, 10 files scanned
+bundle:  HASH, 3 patches, 9 files as the lock says
 target:  /where/tree
 version: 0.5.19
 torch:   not seen
@@ -30,7 +30,7 @@ error: the tree is not in the state that was asked for [not-expected]
 $ apply.py apply --root tree > /dev/null
 $ touch tree/sglang/theirs.py
 $ check_sources.py --root tree --expect applied --full -v
-bundle:  HASH, 3 patches, 10 files scanned
+bundle:  HASH, 3 patches, 9 files as the lock says
 target:  /where/tree
 version: 0.5.19
 torch:   not seen
@@ -39,7 +39,7 @@ release: 10 files as in sglang-0.5.19-cp311-cp311-manylinux_2_34_x86_64.whl, 1 e
   extra sglang/theirs.py
 [0]
 $ check_sources.py --root tree --expect base
-bundle:  HASH, 3 patches, 10 files scanned
+bundle:  HASH, 3 patches, 9 files as the lock says
 target:  /where/tree
 version: 0.5.19
 torch:   not seen
@@ -60,14 +60,14 @@ Error: --expect, --full, --bytecode, --role and --require-torch need --root or -
 # A file of the release that no patch touches.
 $ echo x >> tree/sglang/srt/tool.sh
 $ check_sources.py --root tree
-bundle:  HASH, 3 patches, 10 files scanned
+bundle:  HASH, 3 patches, 9 files as the lock says
 target:  /where/tree
 version: 0.5.19
 torch:   not seen
 holds:   sglang-0.5.19 at level 3 (gamma-third)
 [0]
 $ check_sources.py --root tree --full
-bundle:  HASH, 3 patches, 10 files scanned
+bundle:  HASH, 3 patches, 9 files as the lock says
 target:  /where/tree
 version: 0.5.19
 torch:   not seen
@@ -79,7 +79,7 @@ error: the tree is not the pinned release [not-attested]
 [1]
 $ rm tree/sglang-0.5.19.dist-info/RECORD
 $ check_sources.py --root tree --full
-bundle:  HASH, 3 patches, 10 files scanned
+bundle:  HASH, 3 patches, 9 files as the lock says
 target:  /where/tree
 version: 0.5.19
 torch:   not seen

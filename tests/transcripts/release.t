@@ -113,7 +113,7 @@ to:      level 0 (base)
 done: level 0 (base); restart what runs from this tree
 [0]
 $ check_sources.py --root tree --expect base --full
-bundle:  HASH, 3 patches, 20 files scanned
+bundle:  HASH, 3 patches, 10 files as the lock says
 filed:   1.0
 target:  /where/tree
 version: 0.5.19

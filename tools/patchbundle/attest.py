@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from patchbundle import record
 from patchbundle.bases import Base
@@ -35,8 +37,7 @@ class Attestation:
         return not self.missing and not self.changed
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """What a survey keeps of a path: everything but the bytes. ``bits`` are the exact permission bits."""
 
     identity: Identity
@@ -107,6 +108,12 @@ def differences(tree: Tree, seen: Survey, expected: Entries, apart: Set[str]) ->
         elif (identity.sha256, identity.size) != (digest, size):
             changed.append(path)
     return missing, changed
+
+
+def differs(root: Path, paths: Sequence[str], expected: str, next_step: str) -> BundleError:
+    """The refusal of a tree that differs from its release in these paths, the first of which it names."""
+    found = f"{len(paths)} differ: {', '.join(paths[:5])}{' …' if len(paths) > 5 else ''}"
+    return BundleError(Reason.NOT_ATTESTED, str(root), expected=expected, found=found, next_step=next_step)
 
 
 def _entries_of_wheel(tree: Tree, state: State, level: int) -> tuple[str, dict[str, tuple[str, int]]]:

@@ -109,10 +109,10 @@ def forged(caches: Iterable[Cache], root: Path, python: str) -> list[Cache]:
     It compiles each source and compares the code, its line numbers included. What another interpreter made, or what it
     would not run, is not among them. Only the interpreter itself reads the code, in a process of its own.
     """
-    import subprocess
-
     left = [cache for cache in caches if cache.kind in {"timestamp", "checked", "unchecked"}]
     found: list[Cache] = []
+    if left:
+        import subprocess
     while left:
         words = [str(part) for cache in left for part in (cache.folder / cache.path, root / cache.module)]
         done = subprocess.run([python, "-I", "-S", "-c", _FORGED, *words], capture_output=True, text=True, check=False)

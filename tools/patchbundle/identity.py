@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 PLAIN = "100644"
 EXECUTABLE = "100755"
@@ -15,9 +16,8 @@ _ATTRIBUTES = re.compile(r"([0-7]{4}) (0|[1-9][0-9]{0,9}) (0|[1-9][0-9]{0,9})")
 _PIN = re.compile(r"(100644|100755) ([0-9a-f]{64}) (0|[1-9][0-9]*)")
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Kind, mode, SHA-256 and size of a path.
+class Identity(NamedTuple):
+    """Kind, mode, SHA-256 and size of a path. A tuple, for a look at a release makes thousands of them.
 
     Modes are git's two: what a pin fixes is whether the file is executable. The other permission bits
     differ between installers and umasks; they are kept exactly, never compared.

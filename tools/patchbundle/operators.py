@@ -140,13 +140,8 @@ def _refuse_others(
     changed = sorted({*changed, *(file.path for file in state.files if not file.holds and file.path not in overlay)})
     found = [*(f"{path} (missing)" for path in missing), *(path for path in changed if path not in missing)]
     if found:
-        raise BundleError(
-            Reason.NOT_ATTESTED,
-            str(tree.root),
-            expected=f"every file of {archive} but the declared ones",
-            found=f"{len(found)} differ: {', '.join(found[:5])}{' …' if len(found) > 5 else ''}",
-            next_step="declare each with --overlay FILE, or put it back",
-        )
+        expected = f"every file of {archive} but the declared ones"
+        raise attest.differs(tree.root, found, expected, "declare each with --overlay FILE, or put it back")
 
 
 def _table(base: Base, release: str) -> bytes:
@@ -155,7 +150,7 @@ def _table(base: Base, release: str) -> bytes:
     for path, item in base.overlay.items():
         lines += ["", f"[bases.{_quoted(base.id)}.overlay.{_quoted(path)}]"]
         lines += [f'found = "{item.found}"', f'release = "{item.release}"']
-        lines += [f'recorded = "{replace(item.recorded, mode=PLAIN)}"']
+        lines += [f'recorded = "{item.recorded._replace(mode=PLAIN)}"']
     return "".join(f"{line}\n" for line in lines).encode("utf-8")
 
 

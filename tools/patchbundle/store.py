@@ -9,9 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import zipfile
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+# Only for the one file: a folder is read without it.
+if TYPE_CHECKING:
+    import zipfile
 
 # More than any file of a bundle: nothing larger is read into memory.
 LIMIT = 1 << 26
@@ -46,6 +50,8 @@ def read(path: Path) -> bytes:
     """
     inside = _split(path)
     if inside is not None:
+        import zipfile
+
         try:
             return inside[0].read(inside[1])
         except KeyError:
@@ -83,6 +89,8 @@ def _archive(place: Path) -> zipfile.ZipFile | None:
     """An open archive; None if it is none. It does not change while a command runs."""
     if place in OPEN:
         return OPEN[place]
+    import zipfile
+
     try:
         return zipfile.ZipFile(place)
     except zipfile.BadZipFile:

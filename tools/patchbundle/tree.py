@@ -8,9 +8,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from patchbundle import names
 from patchbundle.errors import BundleError, Reason
@@ -28,8 +27,7 @@ _NOT_PLAIN = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.EACCE
 _FOLDER_THERE = Identity("folder")
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What stands at a path: its identity, and for a plain file its bytes and status.
 
     A file larger than the look allowed is not read: its identity has its size and no hash, and there are no bytes.
@@ -158,10 +156,16 @@ class Tree:
         ``limit`` and ``keep`` are as in :meth:`find`.
         """
         with self.folder(top) as fd:
-            yield from _walk(fd, f"{top}/" if top else "", skip, limit, keep)
+            yield from _walk(fd, f"{top}/" if top else "", skip, limit, None if keep else _buffer())
 
 
-def _walk(fd: int, prefix: str, skip: frozenset[str], limit: int | None, keep: bool) -> Iterator[tuple[str, Found]]:
+def _buffer() -> memoryview:
+    return memoryview(bytearray(_PART))
+
+
+def _walk(
+    fd: int, prefix: str, skip: frozenset[str], limit: int | None, buffer: memoryview | None
+) -> Iterator[tuple[str, Found]]:
     for name in sorted(os.listdir(fd)):
         path = prefix + name
         child = _open(fd, name)
@@ -172,10 +176,10 @@ def _walk(fd: int, prefix: str, skip: frozenset[str], limit: int | None, keep: b
         try:
             status = os.fstat(child)
             if not stat.S_ISDIR(status.st_mode):
-                yield path, _look(child, status, limit, keep)
+                yield path, _look(child, status, limit, buffer)
             elif name not in skip:
                 yield path, Found(_FOLDER_THERE, None, status)
-                yield from _walk(child, f"{path}/", skip, limit, keep)
+                yield from _walk(child, f"{path}/", skip, limit, buffer)
         finally:
             os.close(child)
 
@@ -185,7 +189,7 @@ def _find(folder: int, name: str, limit: int | None, keep: bool) -> Found:
     if isinstance(fd, Found):
         return fd
     try:
-        return _look(fd, os.fstat(fd), limit, keep)
+        return _look(fd, os.fstat(fd), limit, None if keep else _buffer())
     finally:
         os.close(fd)
 
@@ -203,20 +207,22 @@ def _open(folder: int, name: str) -> int | Found:
         return Found(Identity(kind))
 
 
-def _look(fd: int, status: os.stat_result, limit: int | None, keep: bool) -> Found:
+def _look(fd: int, status: os.stat_result, limit: int | None, buffer: memoryview | None) -> Found:
+    """What an open descriptor is of. With a ``buffer`` the bytes are hashed there, one part after the other."""
     if not stat.S_ISREG(status.st_mode):
         return Found(Identity(kind_of(status.st_mode)))
     mode = EXECUTABLE if status.st_mode & stat.S_IXUSR else PLAIN
-    parts, sha256, size = _read(fd, status.st_size, limit, keep)
-    if sha256 is None:
-        return Found(Identity("file", mode, "", size), None, status)
-    return Found(Identity("file", mode, sha256, size), b"".join(parts) if keep else None, status)
+    if limit is not None and status.st_size > limit:
+        return Found(Identity("file", mode, "", status.st_size), None, status)
+    parts, sha256, size = (
+        _read(fd, status.st_size, limit) if buffer is None else _hash(fd, status.st_size, limit, buffer)
+    )
+    data = b"".join(parts) if sha256 is not None and parts is not None else None
+    return Found(Identity("file", mode, sha256 or "", size), data, status)
 
 
-def _read(fd: int, size: int, limit: int | None, keep: bool) -> tuple[list[bytes], str | None, int]:
+def _read(fd: int, size: int, limit: int | None) -> tuple[list[bytes], str | None, int]:
     """The bytes, their SHA-256 and their number; no hash where there are more of them than ``limit``."""
-    if limit is not None and size > limit:
-        return [], None, size
     parts, total, count = [], hashlib.sha256(), 0
     while part := os.read(fd, wanted := min(max(size - count, 0) + 1, _PART)):
         count += len(part)
@@ -224,12 +230,26 @@ def _read(fd: int, size: int, limit: int | None, keep: bool) -> tuple[list[bytes
         if limit is not None and count > limit:
             return [], None, max(count, os.fstat(fd).st_size)
         total.update(part)
-        if keep:
-            parts.append(part)
+        parts.append(part)
         # One more was asked for than there is: the call that would say so is saved, one a file.
         if count == size and len(part) < wanted:
             break
     return parts, total.hexdigest(), count
+
+
+def _hash(fd: int, size: int, limit: int | None, buffer: memoryview) -> tuple[None, str | None, int]:
+    """As :func:`_read`, without the bytes. New memory for each file would take as long as hashing it."""
+    count = got = os.readv(fd, [buffer])
+    # Mostly that is all of it, and one call is cheaper than two.
+    total = hashlib.sha256(buffer[:got])
+    while got and not (count == size and got < len(buffer)):
+        # It may have grown since its size was taken.
+        if limit is not None and count > limit:
+            return None, None, max(count, os.fstat(fd).st_size)
+        got = os.readv(fd, [buffer])
+        count += got
+        total.update(buffer[:got])
+    return None, total.hexdigest(), count
 
 
 def _kind_of_entry(entry: os.DirEntry[str]) -> str:

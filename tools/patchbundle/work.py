@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from patchbundle import bytecode, transaction
@@ -325,16 +324,13 @@ def _require_expected(bundle: Bundle, target: Target, stand: Stand, expect: str)
 
 
 def _require_attested(target: Target, attestation: Attestation, *, extra: bool = False) -> None:
+    from patchbundle import attest
+
     first = [*(f"{path} (missing)" for path in attestation.missing), *attestation.changed]
     first += [f"{path} (extra)" for path in attestation.extra] if extra else []
     if first:
-        raise BundleError(
-            Reason.NOT_ATTESTED,
-            str(target.root),
-            expected=f"{attestation.checked} files of {attestation.archive}",
-            found=f"{len(first)} differ: {', '.join(first[:5])}{' …' if len(first) > 5 else ''}",
-            next_step="reinstall the distribution",
-        )
+        expected = f"{attestation.checked} files of {attestation.archive}"
+        raise attest.differs(target.root, first, expected, "reinstall the distribution")
 
 
 @dataclass(frozen=True)
@@ -392,6 +388,8 @@ def roundtrip(
     Raises:
         BundleError: whatever fails, and NOT_ATTESTED if the way down is not through the same trees as the way up.
     """
+    from tempfile import TemporaryDirectory
+
     from patchbundle import fetch
 
     archive = fetch.default_archive(base)
