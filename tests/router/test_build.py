@@ -196,6 +196,17 @@ def test_missing_debian_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_
         Builder().build("stock")
 
 
+def test_a_protoc_without_its_own_types_is_named_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Debian has them in a package of their own; without it a cold build ended at the last crate but one."""
+    protoc = tmp_path / "protoc"
+    protoc.write_text('#!/bin/sh\necho "google/protobuf/timestamp.proto: File not found." >&2\nexit 1\n')
+    protoc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert build.missing_programs() == ["libprotobuf-dev"]
+
+
 def test_too_little_room_is_said_with_both_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATCHBUNDLE_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "COLD_BYTES", 1 << 60)
