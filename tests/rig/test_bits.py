@@ -135,6 +135,15 @@ def test_every_shipped_scenario_that_can_be_the_same_twice_is_compared_without_i
         assert not any(faults.VARIABLE in part.env for part in made.boot.parts)
 
 
+@pytest.mark.parametrize(("gate", "kept"), [("G", "4,14"), (bits.RETRACTS_UNDER_DCP, None)])
+def test_a_retraction_that_only_a_gate_survives_is_not_forced_without_it(gate: str, kept: str | None) -> None:
+    env = f'gates = {{ {gate} = "1" }}\nenv = {{ PATCHBUNDLE_RIG_RETRACT = "4,14" }}\nflags = ["--dcp-size=2"]\n'
+    text = BOOT + f'[engine.D-forced]\nlike = "D"\ntree = "patched"\n{env}'
+    (made,) = bits.without_gates([entry(step("one", to='"P", "D-forced"'), text)])
+    (forced,) = [part for part in made.boot.parts if part.name == "D-forced"]
+    assert forced.env.get(bits.RETRACT) == kept and forced.gates == {}
+
+
 ANSWER = Answer(ids=(1, 2), logprobs=(-0.5, -0.25))
 
 
