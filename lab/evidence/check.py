@@ -14,6 +14,13 @@ from lab.rig.standins import page as standins
 PAGE, UPSTREAM, STAND_INS = "docs/claims.md", "docs/upstream.md", "docs/stand-ins.md"
 
 
+def unread(root: Path) -> Iterator[Problem]:
+    """Files below docs/ that nobody looks at: text is written in Markdown."""
+    for path in sorted((root / "docs").rglob("*")):
+        if path.is_file() and path.suffix not in (".md", ".svg"):
+            yield Problem(path.relative_to(root).as_posix(), "is no page whose figures are checked; expected .md")
+
+
 def pages(root: Path) -> list[Path]:
     return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
@@ -35,10 +42,11 @@ def _problems(root: Path) -> Iterator[Problem]:
         if path in (root / PAGE, root / UPSTREAM):
             continue  # compared as a whole below
         yield from figures.check(str(path.relative_to(root)), path.read_text(encoding="utf-8"), by_id)
+    yield from unread(root)
     yield from results(root)
     links, wrong = ledger.read(root)
-    patches, unread = ledger.series(root)
-    yield from (*wrong, *unread)
+    patches, unknown = ledger.series(root)
+    yield from (*wrong, *unknown)
     yield from ledger.check(links, patches, datetime.date.today())
     for name, text in made(root).items():
         listed = root / name
@@ -72,8 +80,9 @@ def page(known: list[Claim], older: Mapping[str, str]) -> str:
         "",
         "Written by `make claims` from `evidence/claims.toml`, checked by `tools/check_sources.py --evidence`. A",
         "figure in README.md or docs/ that no claim stands behind fails that check. *Recomputed*: a formula here gives",
-        "it. *Measured*: a script here made the result that it is read from. *Reported*: others said so; nobody here",
-        "has measured it again.",
+        "it. *Measured*: a script here made the result that it is read from, and that says which bytes of the script,",
+        "on what machine, with which versions and seed. *Reported*: somebody said so, and nothing here shows it again:",
+        "others, or one of us of a run whose whole result was not kept, or of a setting.",
     ]
     for kind in Kind:
         own = [claim for claim in known if claim.kind is kind]

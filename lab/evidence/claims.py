@@ -44,6 +44,12 @@ COUNTED = frozenset(
     ]
 )
 UNITS = COUNTED | MEASURES.keys()
+# A list is sorted by kind, so a statement that leans on the one before it would lean on another.
+LEANING = re.compile(
+    r"(?:as (?:above|before|the)|it|its|that|these|those|there|the same|of (?:these|those)|from there)\b"
+    r"|.*\bthat (?:burst|pair|pool|round|run|shape|union|window)\b",
+    re.IGNORECASE,
+)
 COMMON = {"id", "statement", "value", "unit", "kind", "date"}
 
 
@@ -174,6 +180,8 @@ def faults(entry: Entry) -> Iterator[str]:
     if texts:
         yield f"{', '.join(texts)}: expected a text that is not blank"
         return
+    if LEANING.match(entry["statement"]) or re.match(r"as (?:above|before|the)\b", entry.get("not_shown", "")):
+        yield "statement, not_shown: expected words that stand alone, without the claim before"
     if entry["kind"] not in {kind.value for kind in Kind}:
         yield f"kind {entry['kind']!r}: expected {', '.join(kind.value for kind in Kind)}"
         return
@@ -234,6 +242,9 @@ def check(claim: Claim, root: Path, formulas: Mapping[str, Formula]) -> Iterator
         except MixedUnits as error:
             yield Problem(where, f"its formula {error}")
             return
+        except Exception as error:  # whatever a formula does wrong is its claim's problem, and no traceback
+            yield Problem(where, f"its formula fails: {type(error).__name__}: {error}")
+            return
         if given.unit != claim.unit:
             yield Problem(where, f"is in {claim.unit}, its formula gives {given.unit}")
             return
@@ -272,7 +283,7 @@ def result(root: Path, name: str) -> dict[str, Any]:
     if missing:
         raise StaleResult(f"{name} lacks {', '.join(missing)}")
     script = (root / str(content["script"])).resolve()
-    inside = script.is_relative_to(root.resolve()) and script.is_file()
+    inside = script.is_relative_to(root.resolve()) and script.is_file() and script.suffix == ".py"
     if not inside or hashlib.sha256(script.read_bytes()).hexdigest() != content["script_sha256"]:
         raise StaleResult(f"{name} is stale: {content['script']} has changed since; measure again")
     return content

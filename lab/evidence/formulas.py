@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from lab.evidence import ledger
 from lab.evidence.claims import Formula
 from lab.evidence.quantity import Quantity
 from lab.models import boundary, capacity, collectives, fleet, transfer
@@ -120,5 +121,6 @@ FORMULAS: dict[str, Formula] = {
     "index_share_bf16": lambda: _index_share(Kv.BF16),
     "index_share_fp8": lambda: _index_share(Kv.FP8),
     "padded_heads": lambda: Quantity(64, "heads").over(Quantity(4, "heads")),
+    "look_up_age": lambda: Quantity(ledger.MOST_DAYS, "days"),
     "broadcast_of_four": lambda: Quantity(collectives.broadcast_total(4, 1), "×"),
 }

@@ -125,6 +125,7 @@ RECOMPUTED: dict[str, tuple[float, str]] = {
     "index-share-bf16": (11.5, "%"),
     "index-share-fp8": (20.1, "%"),
     "padded-heads": (16, "×"),
+    "limit-look-up": (180, "days"),
 }
 
 
