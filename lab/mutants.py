@@ -33,8 +33,8 @@ TESTS: dict[str, list[str]] = {
     "plan": ["tests/test_plan.py", "tests/test_corpus.py", *_SLOW, "tests/test_releases.py", "tests/test_exactness.py"],
     "transaction": ["tests/test_transaction.py", "tests/test_exactness.py", "tests/test_faults.py"],
 }
-# A mutant that takes longer hangs: seconds of the processor, for a busy machine must not count as a test that fails, and
-# by the clock, for one that only waits.
+# A mutant that takes longer hangs: seconds of the processor, for a busy machine must not count as a test that fails;
+# and by the clock, for one that only waits.
 _PATIENCE = 240
 _WAITING = 1800.0
 
