@@ -8,10 +8,16 @@ from pathlib import Path
 
 from lab.release import archives, wheels
 from patchbundle import manifest
+from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import File
 
 _SHEBANG = b"#!/usr/bin/env python3\n"
+# What an interpreter sees next if it finds no archive in the file, and takes it for a program. It runs nothing that it
+# cannot read to the end, but shows the line that it stumbles over; over one that begins with a space, at once.
+_REFUSAL = BundleError(Reason.DAMAGED, "")
+_SENTENCE = f" error: {_REFUSAL.reason.value} [{_REFUSAL.code}]: {_REFUSAL.next_step}\n"
 _DIGITS = 64
+_MAIN = "__main__.py"
 _START = Path(__file__).with_name("start.py")
 _BUNDLE = "patchbundle/_bundle"
 LICENCES = ("LICENSE", "NOTICE")
@@ -25,12 +31,14 @@ def build(root: Path, bundle: Path, packages: Iterable[Path]) -> bytes:
         ValueError: two of its parts have a file of one name.
     """
     parts = [tools(root), bundled(bundle), *(wheels.members(wheel) for wheel in packages)]
-    files: dict[str, File] = {"__main__.py": File(_START.read_bytes())}
+    files: dict[str, File] = {_MAIN: File(_START.read_bytes())}
     for part in parts:
         if twice := set(part) & set(files):
             raise ValueError(f"two parts have {min(twice)}")
         files.update(part)
-    content = archives.zipped(files, prefix=_SHEBANG, comment=b"0" * _DIGITS)[:-_DIGITS]
+    content = archives.zipped(files, first=_MAIN, prefix=_SHEBANG + _SENTENCE.encode(), comment=b"0" * _DIGITS)[
+        :-_DIGITS
+    ]
     return content + hashlib.sha256(content).hexdigest().encode("ascii")
 
 

@@ -82,14 +82,14 @@ if __name__ == "__main__":
     import zipfile
     from pathlib import Path
 
-    archive = zipfile.ZipFile(io.BytesIO(content))
+    carried = Carried(zipfile.ZipFile(io.BytesIO(content)))
     del content
-    sys.meta_path.insert(0, Carried(archive))
+    sys.meta_path.insert(0, carried)
 
     from patchbundle import store
 
-    # The bundle too is read from these bytes.
-    store.OPEN[Path(PLACE).resolve()] = archive
+    # The bundle too is read from these bytes. From here on a module may be there in parts.
+    carried.archive = store.OPEN[Path(PLACE).resolve()] = store.Archive(carried.archive)
     if sys.argv[1:2] == ["exec"]:
         from patchbundle import guard
 

@@ -7,8 +7,10 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import runpy
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 
 from lab.release import archives, pyz, sdist, wheels
-from patchbundle import __version__, cli, fetch, releases, scan
+from patchbundle import __version__, cli, fetch, releases, scan, store
 from patchbundle.bases import parse_toml
 from patchbundle.errors import BundleError, Exit, Reason
 from patchbundle.identity import EXECUTABLE, File
@@ -158,7 +160,7 @@ def test_a_tree_of_a_filed_release_is_known_to_it(toy: Toy, tmp_path: Path) -> N
 
 
 def test_the_licences_of_what_it_carries_are_in_it(file: Path) -> None:
-    names = zipfile.ZipFile(file).namelist()
+    names = store.Archive(zipfile.ZipFile(file)).names()
     assert {"LICENSE", "NOTICE"} <= set(names)
     for package in ("click", "unidiff", "tomli"):
         inside = [name for name in names if name.startswith(f"{package}-") and "/licenses/LICENSE" in name]
@@ -260,15 +262,76 @@ def test_its_refusal_is_the_one_of_the_tools(file: Path) -> None:
     assert said == error.lines()
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.99], ids=str)
-def test_a_file_that_was_cut_short_runs_nothing(share: float, toy: Toy, file: Path) -> None:
+NAMED = "error: the file that carries the tools and the bundle is not as it was built [damaged]\n"
+
+
+def said_of(data: bytes, toy: Toy, file: Path, python: Path | str = sys.executable) -> str:
+    """How these bytes are refused as the one file: by name; by the same words, as Python shows them; or otherwise."""
+    file.write_bytes(data)
+    done = nodes.call(file, "apply", "--root", toy.tree, python=python)
+    assert (done.code, done.out) == (Exit.REFUSED, "")
+    return "name" if done.err.startswith(NAMED) else "words" if NAMED.strip() in done.err else done.err
+
+
+@pytest.mark.parametrize("python", nodes.interpreters(), ids=lambda path: str(path).strip("/").replace("/", "-"))
+def test_wherever_a_file_was_cut_off_it_is_refused_by_name(python: Path, toy: Toy, file: Path) -> None:
     data = file.read_bytes()
-    file.write_bytes(data[: int(len(data) * share)])
     before = trees.snapshot(toy.tree)
-    done = nodes.call(file, "apply", "--root", toy.tree)
-    assert done.code != 0
-    assert done.out == ""
+    first, last = data.index(b"PK\5\6") + 22, data.rindex(b"PK\5\6")
+    step = (last - first) // 9
+    inside = [
+        first,
+        first + 1,
+        *range(first, last, step),
+        last - 1,
+        last,
+        last + 3,
+        last + 22,
+        len(data) - 64,
+        len(data) - 1,
+    ]
+    assert {said_of(data[:size], toy, file, python) for size in inside} == {"name"}
+    # No archive is left, or half of the record that ends one: Python reads it as a program.
+    words = data.index(b"PK\3\4")
+    outside = [words, (words + first) // 2, first - 1, last + 4, last + 13, last + 21]
+    assert {said_of(data[:size], toy, file, python) for size in outside} == {"words"}
     assert trees.snapshot(toy.tree) == before
+
+
+def test_a_directory_of_the_archive_that_is_damaged_is_refused_by_name(toy: Toy, file: Path) -> None:
+    data = file.read_bytes()
+    last = data.rindex(b"PK\5\6")
+    (size,) = struct.unpack_from("<L", data, last + 12)
+    # Its first entry is what the interpreter starts; the numbers at its end say where it is.
+    spots = {*range(last - size + 60, last, 1511), *range(last, last + 12), *range(last + 20, last + 22)}
+    for spot in sorted(spots):
+        changed = bytearray(data)
+        changed[spot] ^= 1
+        assert said_of(bytes(changed), toy, file) in ("name", "words"), spot - last
+
+
+def test_what_an_archive_holds_in_parts_is_read_as_one_file(tmp_path: Path) -> None:
+    files = {f"p/{size}": os.urandom(size) for size in (0, 1, 49_151, 49_152, 49_153, 200_000)} | {"p/0~": b"x"}
+    place = tmp_path / "x.zip"
+    place.write_bytes(archives.zipped({name: File(data) for name, data in files.items()}, first="p/1"))
+    top = place.resolve() / "p"
+    assert {path.name: store.read(path) for path in store.walk(top)} == {name[2:]: data for name, data in files.items()}
+    assert zipfile.ZipFile(place).testzip() is None
+    with pytest.raises(ValueError, match="part"):
+        archives.zipped({"a": File(b""), "a~2": File(b"")}, first="a")
+
+
+@pytest.mark.parametrize("sizes", [[100] * 900, [32_000] * 9, [300_000, 5, 300_000], [1]], ids=str)
+def test_nowhere_is_the_next_end_of_an_archive_out_of_an_interpreters_reach(sizes: list[int]) -> None:
+    files = {f"f{number:04}": File(b"x" * size) for number, size in enumerate(sizes)} | {"main": File(b"main")}
+    data = archives.zipped(files, first="main", prefix=b"before\n", comment=b"0" * 64)
+    ends = [match.end() + 18 for match in re.finditer(rb"PK\x05\x06", data)]
+    assert ends[0] < 300
+    assert max(after - before for before, after in zip(ends, [*ends[1:], len(data)], strict=True)) <= 65535
+    for end in ends:
+        archive = zipfile.ZipFile(io.BytesIO(data[:end] if end != ends[-1] else data))
+        assert archive.namelist()[0] == "main"
+        assert archive.read("main") == b"main"
 
 
 def test_a_file_with_something_behind_it_is_refused(file: Path) -> None:
@@ -296,7 +359,7 @@ def test_two_parts_with_a_file_of_one_name_are_no_one_file(toy: Toy, tmp_path: P
 
 def test_a_name_that_a_zip_archive_would_change_is_refused() -> None:
     with pytest.raises(ValueError, match="no name"):
-        archives.zipped({"a\0b": File(b"")})
+        archives.zipped({"a\0b": File(b"")}, first="a\0b")
 
 
 # The archive of the sources.

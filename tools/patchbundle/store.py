@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,34 @@ if TYPE_CHECKING:
 
 # More than any file of a bundle: nothing larger is read into memory.
 LIMIT = 1 << 26
+# The further parts of a file that an archive holds in parts.
+PART = re.compile(r"(.+)~([1-9][0-9]*)", re.DOTALL)
+
+
+class Archive:
+    """An open ZIP archive. What is in it as NAME, NAME~2, NAME~3 and so on is one file, NAME."""
+
+    def __init__(self, opened: zipfile.ZipFile) -> None:
+        self._opened = opened
+        self._names = dict.fromkeys(opened.namelist())
+
+    def names(self) -> list[str]:
+        """The files in it."""
+        return [name for name in self._names if not (match := PART.fullmatch(name)) or match[1] not in self._names]
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file.
+
+        Raises:
+            KeyError: there is none of that name.
+            zipfile.BadZipFile: it is damaged.
+        """
+        data = self._opened.read(name)
+        number = 2
+        while (part := f"{name}~{number}") in self._names:
+            data += self._opened.read(part)
+            number += 1
+        return data
 
 
 def walk(folder: Path) -> list[Path]:
@@ -27,7 +56,7 @@ def walk(folder: Path) -> list[Path]:
     if inside is None:
         return sorted(folder.rglob("*"))
     archive, name = inside
-    members = [member for member in archive.namelist() if member.startswith(f"{name}/") and member[-1] != "/"]
+    members = [member for member in archive.names() if member.startswith(f"{name}/") and member[-1] != "/"]
     return sorted(folder / member.removeprefix(f"{name}/") for member in members)
 
 
@@ -38,7 +67,7 @@ def is_folder(path: Path) -> bool:
 def is_plain(path: Path) -> bool:
     """Whether a plain file stands there, and no link."""
     inside = _split(path)
-    return inside[1] in inside[0].namelist() if inside else path.is_file() and not path.is_symlink()
+    return inside[1] in inside[0].names() if inside else path.is_file() and not path.is_symlink()
 
 
 def read(path: Path) -> bytes:
@@ -69,7 +98,7 @@ def read(path: Path) -> bytes:
         return data
 
 
-def _split(path: Path) -> tuple[zipfile.ZipFile, str] | None:
+def _split(path: Path) -> tuple[Archive, str] | None:
     """The archive that a path leads into and the name there; None for a path of the file system."""
     for above in path.parents:
         if above not in OPEN and above.is_dir():
@@ -81,17 +110,17 @@ def _split(path: Path) -> tuple[zipfile.ZipFile, str] | None:
 
 
 # Archives that are open already, by their resolved paths: the one that carries the tools, as it was looked at.
-OPEN: dict[Path, zipfile.ZipFile] = {}
+OPEN: dict[Path, Archive] = {}
 
 
 @cache
-def _archive(place: Path) -> zipfile.ZipFile | None:
+def _archive(place: Path) -> Archive | None:
     """An open archive; None if it is none. It does not change while a command runs."""
     if place in OPEN:
         return OPEN[place]
     import zipfile
 
     try:
-        return zipfile.ZipFile(place)
+        return Archive(zipfile.ZipFile(place))
     except zipfile.BadZipFile:
         return None
