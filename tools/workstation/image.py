@@ -32,6 +32,7 @@ from workstation.oci import Image, Layer
 from workstation.streams import Blob
 from workstation.tarstream import Reader
 
+_READINGS = 5  # a second name of a second name takes one more
 Progress = Callable[[str], None]
 
 
@@ -79,9 +80,10 @@ def patch(bundle: Bundle, order: Order, progress: Progress) -> Result:
         scratch = Path(temporary).resolve()
         interest = Interest(bundle, order.role)
         view = _view(image, interest, scratch, making.path if making else None, progress)
-        bytecode = image.environment.get("PYTHONPYCACHEPREFIX", "").strip("/")
-        prefix = _root(view, interest, order, bytecode)
-        layout = Layout(scratch / "tree", view, interest, prefix, bytecode)
+        bytecode = image.bytecode
+        prefix = _root(view, interest, order, view.lead(bytecode) if bytecode else None)
+        mirror = view.lead(f"{bytecode}/{prefix}") if bytecode else None
+        layout = Layout(scratch / "tree", view, interest, prefix, mirror)
         with layout.named_as_in_the_image():
             result, members = _change(bundle, order, image, layout, progress)
         if making is not None:
@@ -93,7 +95,9 @@ def patch(bundle: Bundle, order: Order, progress: Progress) -> Result:
 def _view(image: Image, interest: Interest, scratch: Path, out: Path | None, progress: Progress) -> Merged:
     """Every layer, read to its end and checked against both its digests; each is kept in ``out``, if there is one."""
     extra: set[str] = set()
-    while True:
+    sizes = {layer.sha256: int(layer.descriptor["size"]) for layer in image.layers}
+    for _ in range(_READINGS):
+        left = streams.limit(sum(sizes.values()))
         spool = scratch / "spool"
         shutil.rmtree(spool, ignore_errors=True)
         spool.mkdir()
@@ -103,15 +107,25 @@ def _view(image: Image, interest: Interest, scratch: Path, out: Path | None, pro
             where = f"{image.files.where}: layer {number}, {layer.descriptor['digest']}"
             with _opened(image, layer, out) as (stream, copy):
                 blob = Blob(stream, where, layer.sha256, int(layer.descriptor["size"]), copy)
-                with streams.unpacked(blob, layer.compression) as unpacked:
+                with streams.unpacked(blob, layer.compression, left) as unpacked:
                     view.add(Reader(unpacked, where), where)
                     found = f"sha256:{unpacked.digest()}"
+                    left -= unpacked.count
             if found != layer.diff_id:
                 raise oci.refuse(where, f"a layer that unpacks to {layer.diff_id}", found)
         if not view.missing:
             return view
+        if view.missing <= extra:
+            break
         # A second name was of concern, and the bytes went by under the first: rare, and only then read again.
         extra |= view.missing
+    found = f"a second name of {min(view.missing)}"
+    raise BundleError(
+        Reason.LAYER,
+        image.files.where,
+        expected="second names of files that are there, and no long chain of them",
+        found=found,
+    )
 
 
 @contextmanager
@@ -138,12 +152,15 @@ def _opened(image: Image, layer: Layer, out: Path | None) -> Iterator[tuple[IO[b
         yield stream, copy
 
 
-def _root(view: Merged, interest: Interest, order: Order, bytecode: str) -> str:
+def _root(view: Merged, interest: Interest, order: Order, bytecode: str | None) -> str:
     """The distribution's root in the image: the only one, or the one that was named. A folder of bytecode is none."""
     folders = (path for path, node in view.walk() if node.kind == "folder")
     found = interest.roots(path for path in folders if not bytecode or not path.startswith(f"{bytecode}/"))
     wanted = found if order.root is None else [root for root in found if root == order.root.strip("/")]
     if len(wanted) == 1:
+        if not wanted[0].isprintable():
+            # It goes into annotations, which are UTF-8, and onto a terminal.
+            raise oci.refuse(str(order.source), "a distribution below folders with plain names", repr(f"/{wanted[0]}"))
         return wanted[0]
     raise BundleError(
         Reason.TWO_TARGETS if wanted else Reason.NO_TARGET,

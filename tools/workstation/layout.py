@@ -21,23 +21,23 @@ FILE_BITS, FOLDER_BITS = 0o600, 0o700
 class Layout:
     """``tree`` stands for the image's root; ``prefix`` is the distribution's root in the image.
 
-    ``bytecode`` is the folder in which interpreters of the image keep compiled files; empty if it names none.
+    ``mirror`` is the folder in which interpreters of the image keep its compiled files, if it is another one.
     """
 
-    def __init__(self, tree: Path, view: Merged, interest: Interest, prefix: str, bytecode: str) -> None:
+    def __init__(self, tree: Path, view: Merged, interest: Interest, prefix: str, mirror: str | None) -> None:
         self.tree = tree
         self.view = view
         self.prefix = prefix
         self._interest = interest
         self.root = tree / prefix
-        self._mirror = f"{bytecode}/{prefix}".rstrip("/") if bytecode else None
+        self._mirror = mirror
         self.root.mkdir(parents=True)
         for path, node in view.walk():
             if self._is_of_concern(path, node):
                 self._lay(path, node)
 
     def _is_of_concern(self, path: str, node: Node) -> bool:
-        if self._mirror is not None and path.endswith(".pyc") and _below(path, self._mirror):
+        if self._mirror is not None and _below(path, self._mirror) and (path.endswith(".pyc") or node.kind == "link"):
             return True
         rel = _below(path, self.prefix)
         return bool(rel) and (node.kind not in ("folder", "link") or self._interest.is_laid_out(rel, node.kind))

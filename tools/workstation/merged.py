@@ -20,6 +20,9 @@ _HOPS = 40
 MEMBERS = 2_000_000
 _DEPTH = 200  # folders above each other
 _NAME = 4096  # letters of a name
+# Bytes of names, targets and attributes that are held in memory.
+HELD = 1 << 28
+_NODE = 600  # bytes of a node itself
 _SHARED = 1 << 25  # bytes of a file that is kept for its second name's sake
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"
@@ -61,6 +64,7 @@ class Merged:
         self._wanted = wanted
         self._spool = spool
         self._count = 0
+        self._held = 0
         self._layer = -1
         self._where = ""
         self._extra = extra
@@ -89,6 +93,31 @@ class Merged:
         for part in _parts(path):
             node = node.children.get(part) if node else None
         return node
+
+    def lead(self, path: str) -> str | None:
+        """The path that ``path`` comes to, links followed, whether or not there is anything; None if it leads nowhere:
+        through something else than a folder, in a circle, too deep."""
+        found: list[str] = []
+        todo = list(reversed(path.split("/")))
+        hops = 0
+        while todo:
+            part = todo.pop()
+            if part in ("", ".", ".."):
+                found = found[:-1] if part == ".." else found
+                continue
+            node = self.find("/".join([*found, part]))
+            if node is not None and node.kind == "link":
+                assert node.entry is not None
+                hops += 1
+                found = [] if node.entry.target.startswith("/") else found
+                todo += reversed(node.entry.target.split("/"))
+            elif node is not None and node.kind != "folder":
+                return None
+            else:
+                found.append(part)
+            if hops > _HOPS or len(found) > _DEPTH:
+                return None
+        return "/".join(found)
 
     def walk(self) -> Iterator[tuple[str, Node]]:
         """Every path that is kept, with what stands there; folders before what is in them."""
@@ -138,7 +167,8 @@ class Merged:
         folder, above = self._parent(head)
         first = folder.children.get(name)
         if first is None:
-            if self._wanted.keep(path) is not None:
+            if path in self._extra or self._wanted.keep(path) is not None:
+                self._hold(len(above) + len(name))
                 self.missing.add(f"{above}/{name}" if above else name)
             return None
         if first.kind == "folder" or first.entry is None:
@@ -149,11 +179,21 @@ class Merged:
         if old is not None and (node is None or node.children is not old.children):
             self._parents = {}
         if node is not None:
+            self._hold(len(name), node.entry)
             parent.children[name] = node
             if node.kind == "link":
                 self._parents = {}
         elif old is not None:
             del parent.children[name]
+
+    def _hold(self, letters: int, entry: Entry | None = None) -> None:
+        """Count what is kept; what was kept of lower layers and is hidden now counts too."""
+        self._held += _NODE + letters
+        if entry is not None:
+            self._held += len(entry.name) + len(entry.target)
+            self._held += sum(len(name) + len(data) for name, data in entry.attributes.items())
+        if self._held > HELD:
+            raise self._refuse(f"more than {HELD} bytes of names and attributes", "as many as a real image has")
 
     def _whiteout(self, parent: Node, name: str, written: str) -> None:
         self._parents = {}
@@ -196,6 +236,7 @@ class Merged:
         name = "/".join(parts)
         known = self._parents.get(name)
         if known is None:
+            self._hold(len(name))
             known = self._parents[name] = self._folder(parts)
         return known
 
@@ -214,6 +255,7 @@ class Merged:
             path = f"{path}/{part}" if path else part
             child = node.children.get(part)
             if child is None:
+                self._hold(len(part))
                 child = node.children[part] = Node(self._layer, None)
             if child.kind == "link":
                 assert child.entry is not None

@@ -41,6 +41,7 @@ _LAYERS = {
 }
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_PATH = 4095  # bytes, as the system has it
 _LIMIT = 1 << 24  # bytes of an index, a manifest or a configuration
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -75,12 +76,15 @@ class Folder:
 
     def open(self, name: str) -> IO[bytes]:
         # Without O_NONBLOCK the open of a fifo would wait for a writer.
-        return open(os.open(self._root / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        return open(os.open(self.path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
     def size(self, name: str) -> int:
-        return (self._root / name).stat().st_size
+        return self.path(name).stat().st_size
 
-    def path(self, name: str) -> Path | None:
+    def path(self, name: str) -> Path:
+        # A manifest must not name what lies elsewhere on this machine.
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+            raise FileNotFoundError(name)
         return self._root / name
 
 
@@ -187,12 +191,23 @@ class Image:
             return 0
 
     @property
-    def environment(self) -> dict[str, str]:
-        """The variables that its containers start with."""
+    def bytecode(self) -> str | None:
+        """The folder in which interpreters of its containers keep compiled files, as its environment names it.
+
+        Raises:
+            BundleError: IMAGE, if it cannot be one.
+        """
         config = self.config.get("config")
-        lines = config.get("Env") if isinstance(config, dict) else None
-        pairs = (str(line).partition("=") for line in lines or [])
-        return {name: value for name, _, value in pairs}
+        table = config if isinstance(config, dict) else {}
+        lines = table.get("Env")
+        pairs = (str(line).partition("=") for line in (lines if isinstance(lines, list) else []))
+        value = {name: text for name, _, text in pairs}.get("PYTHONPYCACHEPREFIX", "")
+        path = posixpath.join("/", str(table.get("WorkingDir") or ""), value)
+        if "\0" in path or len(os.fsencode(path)) > _PATH:
+            raise refuse(
+                f"{self.files.where}: its environment", "a PYTHONPYCACHEPREFIX that is a path", repr(value)[:80]
+            )
+        return path if value else None
 
     def with_layer(self, made: Made, compression: str, history: Table, annotations: Table) -> tuple[bytes, bytes]:
         """The bytes of the configuration and of the manifest of this image with one more layer on top."""
@@ -291,6 +306,11 @@ def _of_layout(files: Files, name: str | None, wanted: str) -> Image:
     raw = _blob(files, descriptor)
     where = f"{files.where}: {descriptor['digest']}"
     manifest = _table(raw, where)
+    if manifest.get("mediaType", descriptor["mediaType"]) != descriptor["mediaType"] or "manifests" in manifest:
+        # Who reads it as the other thing sees another image.
+        raise refuse(
+            where, f"one thing, {descriptor['mediaType']}", repr(manifest.get("mediaType", "an index too"))[:80]
+        )
     config_raw = _blob(files, _descriptor(manifest.get("config"), where))
     config = _table(config_raw, f"{where}: its configuration")
     diff_ids = _diff_ids(config, where)
@@ -313,11 +333,12 @@ def _of_docker(files: Files, name: str | None) -> Image:
     configuration."""
     where = f"{files.where}/manifest.json"
     entries = [entry for entry in _list(_json(_read(files, "manifest.json"), where), where) if isinstance(entry, dict)]
-    chosen = [entry for entry in entries if name is None or name in (entry.get("RepoTags") or [])]
+    tags = [_tags(entry, where) for entry in entries]
+    chosen = [number for number, own in enumerate(tags) if name is None or name in own]
     if len(chosen) != 1:
-        known = ", ".join(str(tag) for entry in entries for tag in entry.get("RepoTags") or []) or "none"
+        known = ", ".join(tag for own in tags for tag in own) or "none"
         raise refuse(where, "one image; name it with --image", f"{len(chosen)} of: {known}")
-    entry = chosen[0]
+    entry = entries[chosen[0]]
     config_raw = _read(files, str(entry.get("Config")))
     config = _table(config_raw, f"{where}: its configuration")
     diff_ids = _diff_ids(config, where)
@@ -337,13 +358,20 @@ def _of_docker(files: Files, name: str | None) -> Image:
         "config": {"mediaType": CONFIG, "digest": digest_of(config_raw), "size": len(config_raw)},
         "layers": [layer.descriptor for layer in layers],
     }
-    tags = entry.get("RepoTags") or [""]
-    return Image(files, name or str(tags[0]), manifest, dump(manifest), config, config_raw, tuple(layers))
+    called = name or next(iter(tags[chosen[0]]), "")
+    return Image(files, called, manifest, dump(manifest), config, config_raw, tuple(layers))
+
+
+def _tags(entry: Table, where: str) -> list[str]:
+    tags = entry.get("RepoTags") or []
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        raise refuse(where, "a list of names", repr(tags)[:80])
+    return tags
 
 
 def dump(table: Mapping[str, Any]) -> bytes:
     """The bytes of a manifest or a configuration: keys in the order in which they came."""
-    return json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
 def _has(files: Files, name: str) -> bool:
@@ -382,9 +410,16 @@ def _blob(files: Files, descriptor: Mapping[str, Any]) -> bytes:
 
 def _json(raw: bytes, where: str) -> Any:
     try:
-        return json.loads(raw)
+        table = json.loads(raw, parse_constant=_no_number)
+        # What is written again must be a text: half of a surrogate pair is none.
+        json.dumps(table, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise refuse(where, "JSON", str(error)) from None
+    return table
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
 
 
 def _table(raw: bytes, where: str) -> Table:

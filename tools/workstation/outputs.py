@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +24,24 @@ class Making:
     wanted: bool = True
 
 
+_STOPS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def _stopped_as_by_hand() -> Iterator[None]:
+    """Who is told to stop clears up first, as after Ctrl-C. What was ignored, as by nohup, stays so."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _STOPS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @contextmanager
 def folder(place: Path) -> Iterator[Making]:
     """A folder beside ``place``; it gets that name when the block ends without an exception.
@@ -33,14 +54,15 @@ def folder(place: Path) -> Iterator[Making]:
         raise BundleError(Reason.OUTPUT, str(place), expected="nothing there yet", found="a file or folder")
     if not place.parent.is_dir():
         raise BundleError(Reason.OUTPUT, str(place), expected="a folder to make it in", found=f"no {place.parent}")
-    made = Making(Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".partial", dir=place.parent)))
-    try:
-        yield made
-        if made.wanted:
-            umask = os.umask(0)
-            os.umask(umask)
-            made.path.chmod(0o777 & ~umask)
-            made.path.rename(place)
-    finally:
-        # Nothing is there any more if it went well.
-        shutil.rmtree(made.path, ignore_errors=True)
+    with _stopped_as_by_hand():
+        made = Making(Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".partial", dir=place.parent)))
+        try:
+            yield made
+            if made.wanted:
+                umask = os.umask(0)
+                os.umask(umask)
+                made.path.chmod(0o777 & ~umask)
+                made.path.rename(place)
+        finally:
+            # Nothing is there any more if it went well.
+            shutil.rmtree(made.path, ignore_errors=True)

@@ -13,7 +13,7 @@ from typing import IO, Any
 from patchbundle.errors import BundleError, Reason
 
 _PART = 1 << 20
-# A layer may unpack to this many bytes whatever its size, and to this many times its size: no real file comes near.
+# All layers may unpack to this many bytes whatever their size, and to so many times it: no real image comes near.
 FLOOR = 1 << 30
 RATIO = 200
 # As runtimes have it: more memory than this no frame may ask for.
@@ -62,19 +62,26 @@ class Blob:
             )
 
 
+def limit(size: int) -> int:
+    """How many bytes so many packed ones may unpack to."""
+    return max(FLOOR, RATIO * size)
+
+
 class Unpacked:
-    """The unpacked bytes of a layer, as a tar reader wants them; hashed on the way."""
+    """The unpacked bytes of a layer, as a tar reader wants them; hashed on the way. ``count``: how many there were."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self._parts = parts
         self._part = b""
         self._place = 0
         self._total = hashlib.sha256()
+        self.count = 0
 
     def _more(self) -> bool:
         self._part = next(self._parts, b"")
         self._place = 0
         self._total.update(self._part)
+        self.count += len(self._part)
         return bool(self._part)
 
     def read(self, count: int) -> bytes:
@@ -117,10 +124,11 @@ class Unpacked:
 
 
 @contextmanager
-def unpacked(blob: Blob, compression: str) -> Iterator[Unpacked]:
+def unpacked(blob: Blob, compression: str, most: int) -> Iterator[Unpacked]:
     """Unpack a blob in a thread of its own: hashing and unpacking there, hashing and reading here.
 
-    ``compression`` is "", gzip or zstd. A failure there is raised here, where the bytes are asked for.
+    ``compression`` is "", gzip or zstd; ``most`` is how many bytes it may unpack to. A failure there is raised here,
+    where the bytes are asked for.
 
     Raises:
         BundleError: LAYER, for what does not unpack, or unpacks to far too much; IMAGE; NO_PROGRAM.
@@ -139,7 +147,7 @@ def unpacked(blob: Blob, compression: str) -> Iterator[Unpacked]:
 
     def work() -> None:
         try:
-            for part in _bounded(blob, _unpack(blob, compression)):
+            for part in _bounded(blob, _unpack(blob, compression), most):
                 if not put(part):
                     return
             blob.check()
@@ -165,13 +173,12 @@ def unpacked(blob: Blob, compression: str) -> Iterator[Unpacked]:
         thread.join()
 
 
-def _bounded(blob: Blob, parts: Iterator[bytes]) -> Iterator[bytes]:
-    limit = max(FLOOR, RATIO * blob.size)
+def _bounded(blob: Blob, parts: Iterator[bytes], most: int) -> Iterator[bytes]:
     count = 0
     for part in parts:
         count += len(part)
-        if count > limit:
-            raise _refuse(blob, f"more than {limit} bytes out of {blob.size}", "a layer of a plausible size")
+        if count > most:
+            raise _refuse(blob, f"more than {most} bytes out of {blob.size}", "an image of a plausible size")
         if part:
             yield part
 

@@ -106,6 +106,8 @@ class Reader:
                 records = self._records(self._body(size, _HEADER))
                 if kind == b"g":
                     self._global.update(records)
+                    if sum(map(len, self._global.values())) > _HEADER:
+                        raise self.refuse("global headers that add up", f"up to {_HEADER} bytes")
                 pax.update(records)
             elif kind == b"L":
                 name = self._body(size, _LONGEST).rstrip(b"\0")
@@ -179,7 +181,10 @@ class Reader:
             key, equals, data = record[:-1].partition(b"=")
             if place + length > len(raw) or record[-1:] != b"\n" or not equals or not key:
                 raise self.refuse("a broken extended header")
-            records[_decoded(key)] = data
+            try:
+                records[key.decode("utf-8")] = data
+            except UnicodeDecodeError:
+                raise self.refuse(f"an extended header with the keyword {key[:80]!r}", "keywords in UTF-8") from None
             place += length
         return records
 
