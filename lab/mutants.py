@@ -31,7 +31,10 @@ _SLOW = ["--deselect", "tests/test_corpus.py::test_git_agrees_or_the_case_says_w
 TESTS: dict[str, list[str]] = {
     "parse": ["tests/test_parse.py", "tests/test_corpus.py", *_SLOW],
     "plan": ["tests/test_plan.py", "tests/test_corpus.py", *_SLOW, "tests/test_releases.py", "tests/test_exactness.py"],
-    "transaction": ["tests/test_transaction.py", "tests/test_exactness.py", "tests/test_faults.py"],
+    "transaction": [
+        *("tests/test_transaction.py", "tests/test_exactness.py", "tests/test_bad_input.py"),
+        *("tests/test_concurrency.py", "tests/test_faults.py"),
+    ],
 }
 # A mutant that takes longer hangs: seconds of the processor, for a busy machine must not count as a test that fails;
 # and by the clock, for one that only waits.

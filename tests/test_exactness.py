@@ -15,6 +15,7 @@ import pytest
 
 from patchbundle import bytecode, canonical
 from patchbundle.errors import BundleError, Exit, Reason
+from patchbundle.identity import EXECUTABLE, PLAIN, File
 from patchbundle.tree import Tree
 from tests import toy as toys
 from tests import trees
@@ -51,6 +52,20 @@ def test_exact_mode_of_a_changed_file_whatever_the_umask(toy: Toy, bits: int, um
         assert mode(toy.tree / ENGINE) == bits
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o000])
+def test_new_files_are_as_the_release_would_have_them_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    made = {"sglang/srt/run.sh": (EXECUTABLE, 0o755), "sglang/srt/read.py": (PLAIN, 0o644)}
+    diff = b"".join(toys.diff(path, None, File(b"new\n", kind)) for path, (kind, _) in sorted(made.items()))
+    toy = toys.make(tmp_path, entries=[toys.Entry("one", diff)], sources={})
+    before = os.umask(umask)
+    try:
+        assert trees.apply(toy).code == 0
+    finally:
+        os.umask(before)
+    for path, (_, bits) in made.items():
+        assert mode(toy.tree / path) == bits
 
 
 @pytest.mark.parametrize(("before", "after"), [(0o644, 0o755), (0o640, 0o750), (0o600, 0o700), (0o2664, 0o2775)])

@@ -540,6 +540,107 @@ def test_links_among_the_bytecode_of_our_folder_go_with_it(small: Scene) -> None
     assert small.where("revert") == "new"
 
 
+# What it says that it did.
+
+CACHE = "sglang/srt/__pycache__/engine.cpython-311.pyc"
+UNCHECKED = b"\0\0\0\0\1\0\0\0" + b"\0" * 8
+
+
+def stopped(name: str, suffix: str, action: Callable[[], None]) -> type[Disk]:
+    """A disk that does something before its calls ``name`` on paths that end so."""
+    return hooked(lambda _, called, path: action() if called == name and path.endswith(suffix) else None)
+
+
+def failing(code: int) -> Callable[[], None]:
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_run_says_what_it_changed_and_dropped_in_order_and_nothing_else(small: Scene) -> None:
+    small.start("apply")
+    outcome = small.change("apply")
+    made, receipt = f"{toys.HOME}/__init__.py", f"{toys.HOME}/receipt.json"
+    assert set(outcome.changed[:3]) == {NOTES, made, receipt}
+    assert set(outcome.changed[3:5]) == {ENGINE, toys.RECORD}
+    assert outcome.changed[5:] == ("sglang/srt/old.py",)
+    assert outcome.dropped == (str(small.tree / CACHE),)
+    assert outcome.warnings == ()
+    small.start("revert")
+    outcome = small.change("revert")
+    assert str(small.tree / CACHE) in outcome.dropped
+    assert outcome.warnings == ()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_bytecode_that_may_not_be_removed_and_is_checked_is_a_warning(small: Scene, code: int) -> None:
+    small.start("apply")
+    outcome = small.change("apply", stopped("unlink", ".pyc", failing(code)))
+    assert outcome.dropped == ()
+    assert outcome.warnings == (f"{small.tree / CACHE} could not be removed: {os.strerror(code)}",)
+    assert small.where("apply") == "new"
+
+
+def test_bytecode_that_is_gone_already_is_neither_dropped_nor_a_warning(small: Scene) -> None:
+    small.start("apply")
+    outcome = small.change("apply", stopped("unlink", ".pyc", (small.tree / CACHE).unlink))
+    assert (outcome.dropped, outcome.warnings) == ((), ())
+    assert small.where("apply") == "new"
+
+
+@pytest.mark.parametrize(("data", "code"), [(b"\0" * 16, errno.EIO), (UNCHECKED, errno.EACCES), (UNCHECKED, errno.EIO)])
+def test_bytecode_that_would_hide_the_change_leaves_the_run_to_be_recovered(
+    small: Scene, data: bytes, code: int
+) -> None:
+    small.start("apply")
+    (small.tree / CACHE).write_bytes(data)
+    with pytest.raises(BundleError) as caught:
+        small.change("apply", stopped("unlink", ".pyc", failing(code)))
+    assert caught.value.exit_code == Exit.RECOVERY_NEEDED
+    assert "the tree is changed, but clearing up stopped: " in (caught.value.found or "")
+    assert (small.tree / CACHE).exists()
+    assert small.recover(False) == "new"
+    assert not (small.tree / CACHE).exists()
+    assert small.where("apply") == "new"
+
+
+def test_a_folder_that_somebody_put_a_file_into_is_kept_and_told(small: Scene) -> None:
+    small.start("revert")
+    theirs = small.tree / toys.HOME / "theirs"
+    outcome = small.change("revert", stopped("rmdir", toys.HOME, theirs.touch))
+    assert outcome.warnings == (f"{theirs.parent} was kept: somebody put a file into it",)
+    assert os.listdir(theirs.parent) == ["theirs"]
+
+
+def test_a_folder_that_somebody_removed_first_is_no_warning(small: Scene) -> None:
+    small.start("revert")
+    outcome = small.change("revert", stopped("rmdir", toys.HOME, (small.tree / NOTES).parent.rmdir))
+    assert outcome.warnings == ()
+    assert small.where("revert") == "new"
+
+
+def test_where_nothing_was_interrupted_nothing_was_left_behind(small: Scene) -> None:
+    small.start("apply")
+    with Tree(small.tree) as tree:
+        assert transaction.left_behind(tree) == (False, None)
+        assert transaction.pending(tree) is None
+        with transaction.quiet(tree):
+            pass
+        # Its moment is over: a writer need not wait.
+        assert small.change("apply").changed
+
+
+def test_a_recovery_goes_on_where_no_way_is_named(small: Scene) -> None:
+    renamed = next(at for at, call in enumerate(calls(small, "apply"), 1) if call == ("rename", ENGINE))
+    die(small, "apply", renamed + 1)
+    state, log = transaction.recover(small.tree)
+    assert state == "new"
+    assert log is not None
+    assert (log.phase, log.to_level) == ("commit", "only-one")
+    assert transaction.recover(small.tree) == ("clean", None)
+
+
 # What is looked at first, to the byte.
 
 
