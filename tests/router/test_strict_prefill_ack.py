@@ -296,8 +296,10 @@ class TestFailuresOfD:
 
             async def killed() -> Answer:
                 asked = asyncio.create_task(one.ask(chat(True)))
-                await asyncio.sleep(0.6)
-                key = (await one.seen()).events("D.recv")[0]["key"]
+                while not (taken := (await one.seen()).events("D.recv")):
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(0.5)  # it streams for ten seconds
+                key = taken[0]["key"]
                 one.server_processes[1 + int(key[1])].send_signal(signal.SIGKILL)
                 return await asked
 
