@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from patchbundle import work
+from patchbundle import imports, work
 from patchbundle.bases import ROLES
 from patchbundle.errors import BundleError, Reason
 from patchbundle.manifest import Bundle
@@ -129,19 +129,20 @@ def verify_router(bundle: Bundle, path: Path, expect: str) -> str:
 def shadow(root: Path, package: str, environment: Mapping[str, str], here: Path) -> Path | None:
     """Another copy of ``package`` that an interpreter started in ``here`` would import before that below ``root``.
 
-    The working folder comes first for ``-m`` and ``-c``, then PYTHONPATH, then everything else. A folder without
-    ``__init__.py`` is no copy: it gives way to any that has one. For a script, and for ``-I`` and ``-P``, the working
-    folder does not count; it is looked at all the same, since a command may start others.
+    The working folder comes first for ``-m`` and ``-c``, then PYTHONPATH, then everything else. For a script, and for
+    ``-I`` and ``-P``, the working folder does not count; it is looked at all the same, since a command may start others.
     """
-    places = [] if environment.get("PYTHONSAFEPATH") else [here]
+    # Python 3.10 does not know that variable.
+    is_safe = environment.get("PYTHONSAFEPATH") and "python3.10" not in root.parts
+    places = [] if is_safe else [here]
     listed = environment.get("PYTHONPATH", "")
     places += [here / entry for entry in listed.split(":")] if listed else []
     for place in places:
         if place.resolve() == root.resolve():
             return None
-        for name in (f"{package}/__init__.py", f"{package}.py"):
-            if (place / name).exists():
-                return (place / name).absolute()
+        other = imports.found(place, package)
+        if other is not None:
+            return other.absolute()
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchbundle import bytecode, transaction
+from patchbundle import bytecode, imports, transaction
 from patchbundle import plan as plan_module
 from patchbundle import state as state_module
 from patchbundle.bases import Base
@@ -277,11 +277,29 @@ def check_target(bundle: Bundle, target: Target, expect: str | None, full: bool)
                 next_step=f"run: {command('apply', '--root', target.root)}",
             )
         _refuse_bytecode(tree, state, target)
+        _refuse_others(state, target)
         attestation = attest.attest(tree, state.bundle, state, level) if full else None
         if attestation is not None:
             _require_attested(target, attestation)
             _refuse_forged(tree, state, target)
     return state, attestation
+
+
+def _refuse_others(state: State, target: Target) -> None:
+    """Refuse what an interpreter imports in place of a pinned module: a package or an extension of its name beside it.
+
+    Raises:
+        BundleError: BYTECODE.
+    """
+    other = None if state.base.is_crate else imports.instead(target.root, _modules(state))
+    if other is not None:
+        raise BundleError(
+            Reason.BYTECODE,
+            f"{target.root}/{other[1]}",
+            expected=f"nothing that is imported in place of {other[0]}",
+            found="a package or an extension of its name",
+            next_step="remove it, then run the command again",
+        )
 
 
 def _refuse_forged(tree: Tree, state: State, target: Target) -> None:
