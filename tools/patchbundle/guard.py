@@ -130,7 +130,7 @@ def shadow(root: Path, package: str, environment: Mapping[str, str], here: Path)
     """Another copy of ``package`` that an interpreter started in ``here`` would import before that below ``root``.
 
     The working folder comes first for ``-m`` and ``-c``, then PYTHONPATH, then everything else. For a script, and for
-    ``-I`` and ``-P``, the working folder does not count; it is looked at all the same, since a command may start others.
+    ``-I`` and ``-P``, the working folder does not count; it is looked at all the same: a command may start others.
     """
     # Python 3.10 does not know that variable.
     is_safe = environment.get("PYTHONSAFEPATH") and "python3.10" not in root.parts
