@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,19 @@ def test_an_argument_that_is_false_is_left_out_and_one_without_a_value_is_a_flag
         (["decode", "--argument=disable-overlap-schedule"], "SETTLE_BEFORE_RETRACT needs disable-overlap-schedule"),
         (["router", "--argument=pd-disaggregation=false"], "STRICT_ACK needs pd-disaggregation = True, not unset"),
         (["prefill", "--argument=--tp-size=4"], "without dashes in front"),
+        (["prefill", "--argument=tp=4"], "argument tp"),
+        (["prefill", "--argument=tensor-parallel-size=8"], "argument tensor-parallel-size"),
+        (["prefill", "--argument=tensor-par=4"], "expected: tp-size"),
+        (["prefill", "--argument=enable-hierarchical"], "by which no gate would see it"),
+        (["decode", "--argument=dp=2"], "expected: dp-size"),
+        (["decode", "--argument=page=32"], "expected: page-size"),
+        (["prefill", "--argument=tp-size=8.0"], "needs tp-size = 8, not 8.0"),
+        (
+            ["decode", "--off=SGLANG_RESEARCH_PCP4_DCP2", "--argument=dcp-size=4"],
+            "DSA_DCP needs attention-tp-mod-dcp = 0",
+        ),
+        (["decode", "--on=SGLANG_RESEARCH_EXACT_TOPK", "--argument=page-size=48"], "EXACT_TOPK needs page-size = 64"),
+        (["router", "--argument=prefill=grpc://worker"], "STRICT_ACK needs grpc-workers = False, not True"),
         (["prefill", "--profile=../prefill"], "small letters"),
     ],
 )
@@ -121,6 +135,26 @@ def test_a_profile_that_is_not_there_is_named() -> None:
         ('[arguments]\ndist-init-addr = "node"\n', "no address and no key"),
         ('[environment]\nHF_TOKEN = "x"\n', "no address and no key"),
         ('[arguments]\nmodel = "node7:8000"\n', "no address in a bundle"),
+        ("[arguments]\nbootstrap-port = 8998\n", "no address and no key"),
+        ('[arguments]\nmodel-path = "GLM"\n', "no address and no key"),
+        ('[arguments]\nssl-keyfile = "x"\n', "no address and no key"),
+        ('[environment]\nNCCL_SOCKET_IFNAME = "0"\n', "no address and no key"),
+        *(
+            (f'[{table}]\n{name} = "{text}"\n', "one of the engine's own words")
+            for table, name in (("arguments", "served-model"), ("environment", "X"))
+            for text in (
+                "gpu01",
+                "prefill-7.internal",
+                "fd00::1",
+                "001a2b3c4d5e",
+                "001a.2b3c.4d5e",
+                "0x0a010203",
+                "a@b",
+            )
+        ),
+        ('[environment]\nSGLANG_RESEARCH_INPUT_SP = "1"\n', "a gate in gates"),
+        ('[environment]\nSMG_PD_STRICT_ACK = "1"\n', "a gate in gates"),
+        ("[gates.X]\non = true\n[gates.X.needs]\ntp = 'node7'\n", "one of the engine's own words"),
         ('[arguments]\nmodel = "tcp://prefill"\n', "no address in a bundle"),
         ('[environment]\nNIC = "0a:1b:2c:3d:4e:5f"\n', "no address in a bundle"),
         ("[arguments]\ntp = [1]\n", "a string, a number"),
@@ -176,6 +210,57 @@ def test_what_a_patch_asks_of_a_launch_is_all_asked_here(gate: str, source: str)
     assert {name: given.get(name, "nothing") for name in asked} == {
         name: value or False for name, value in asked.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("gate", "source", "function", "besides"),
+    [
+        # attention-tp-mod-dcp stands for four; and flashmla_kv, which is asked for, takes every dtype.
+        (
+            "DSA_DCP",
+            "dsa_dcp_guard",
+            "_conditions",
+            {"tp_size", "dp_size", "enable_dp_attention", "dcp_size", "kv_cache_dtype"},
+        ),
+        ("SETTLE_BEFORE_RETRACT", "settle", "admit", set()),
+        ("DRAFT_SEED_RECOMPUTE", "seed", "admit", set()),
+        # With it the other gate of the two is asked for whatever its size.
+        ("RETRACT_DRAFT_KV", "retract_draft", "admit", {"dcp_size"}),
+        ("EXACT_TOPK", "exact_topk", "admit", set()),
+    ],
+)
+def test_every_argument_that_a_decode_patch_looks_at_is_looked_at_here(
+    gate: str, source: str, function: str, besides: set[str]
+) -> None:
+    tree = ast.parse((ROOT / f"sources/decode/{source}.py").read_text(encoding="utf-8"))
+    body = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    asked = {
+        node.attr
+        for node in ast.walk(body)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("args", "server_args")
+    }
+    listed = launch.read(ROOT / "config/decode.toml")["gates"][f"SGLANG_RESEARCH_{gate}"]
+    assert asked and besides <= asked
+    assert asked - besides <= {name.replace("-", "_") for name in (*listed.needs, *listed.keeps)}
+
+
+def test_the_words_of_the_schema_are_those_of_the_reader_and_each_file_may_say_them_alone() -> None:
+    assert set(SCHEMA["$defs"]["word"]["enum"]) == launch.WORDS
+    for table in ({"arguments": {"model": "node7"}}, {"environment": {"X": "node7"}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(table, SCHEMA)
+
+
+def test_a_file_of_config_that_is_not_as_described_fails_the_check_of_the_bundle(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "config", tmp_path / "config")
+    launch.check_files(tmp_path)
+    with (tmp_path / "config/profile-more.toml").open("w", encoding="utf-8") as file:
+        file.write('[arguments]\nmodel = "node7"\n')
+    with pytest.raises(BundleError) as error:
+        launch.check_files(tmp_path)
+    assert error.value.reason is Reason.MANIFEST
 
 
 GATE = "SGLANG_RESEARCH_X"

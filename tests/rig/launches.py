@@ -68,6 +68,11 @@ def _without(made: Launch, condition: str, wanted: Value) -> Launch:
     if condition.isupper():
         value = other if isinstance(other, str) else "1"
         return replace(made, environment={**made.environment, condition: value})
+    if condition == "disaggregation-mode" and made.role == "decode":
+        # Not unset: one gate takes every engine that decodes.
+        return replace(made, arguments={**made.arguments, condition: "prefill"})
+    if condition == "attention-tp-mod-dcp":
+        return replace(made, arguments={**made.arguments, "dcp-size": 2 * int(made.arguments["dcp-size"])})
     if condition == "attention-tp":
         return replace(made, arguments={**made.arguments, "tp-size": 2 * int(made.arguments["tp-size"])})
     arguments = {**made.arguments, condition: other}

@@ -1051,10 +1051,11 @@ def check_cli(
         patches = sum(path.endswith(".patch") for path in bundle.lock.artifacts)
         files, done = len(bundle.artifacts), "as the lock says"
     else:
-        from patchbundle import scan
+        from patchbundle import launch, scan
 
         files, done = scan.check(bundle_path), "scanned"
         bundle = manifest.load(bundle_path)
+        launch.check_files(bundle_path)
         patches = len(bundle.patches)
     _require_signature(report, bundle, options)
     # Reading them is checking them.

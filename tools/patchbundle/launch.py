@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,39 @@ from patchbundle.manifest import Bundle
 Value = bool | int | float | str
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_GATE = re.compile("SGLANG_RESEARCH_|SMG_PD_(?:LOAD_AT_DISPATCH|STRICT_ACK)$")
 _EITHER = re.compile(rf"{_FLAG.pattern}|{_VARIABLE.pattern}")
 _LEAST = re.compile(r">= ([0-9]+)")
 # What a file of config/ must not say: whose machine it is, and what opens it. The caller's own arguments may.
-_PRIVATE = re.compile(r"(?i)(?:^|[-_])(?:host|hostname|ip|addr|address|url|urls|key|secret|password|token)(?:$|[-_])")
+_PRIVATE = re.compile(
+    r"(?i)(?:^|[-_])(?:host|hostname|ip|addr|address|url|urls|port|ports|nodes|node[-_]rank|key|keys|keyfile|certfile"
+    r"|secret|password|token|user|account|path|file|dir|device|devices|ifname|hca)(?:$|[-_])"
+)
 _PLACE = re.compile(
     r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}|[0-9a-fA-F]{2}(?:[:-][0-9a-fA-F]{2}){5}|\w+://|[\w-]+(?:\.[\w-]+)*:[0-9]+\b"
 )
+WORDS = frozenset(
+    {"0", "1", "EAGLE", "NEXTN", "ag_rs", "auto", "bf16", "bfloat16", "cache_aware", "decode", "flashinfer_sparse_mla"}
+    | {"flashmla_kv", "flashmla_sparse", "fp8_e4m3", "interleave", "mooncake", "mooncake_tcp", "none", "power_of_two"}
+    | {"prefill", "random", "round_robin", "sgl-kernel", "zigzag"}
+)
+"""The only texts that a file of config/ may give: an address, a key or a name has no form by which all are known."""
+ALIASES = {
+    "attention-context-parallel-size": "attn-cp-size",
+    "data-parallel-size": "dp-size",
+    "decode-context-parallel-size": "dcp-size",
+    "moe-data-parallel-size": "moe-dp-size",
+    "pipeline-parallel-size": "pp-size",
+    "tensor-parallel-size": "tp-size",
+}
+"""Other names that the engines have for an argument that a gate looks at. Under one the gate would not see it."""
+_TP = ("tp-size", "dp-size", "enable-dp-attention", "attn-cp-size")
+DERIVED: Mapping[str, tuple[str, ...]] = {
+    "attention-tp": _TP,
+    "attention-tp-mod-dcp": (*_TP, "dcp-size"),
+    "grpc-workers": (),
+}
+"""What a gate may need and no one argument says, with those that it follows from: see ``Launch.given``."""
 _PROFILE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -68,9 +94,18 @@ class Launch:
         ]
 
     def given(self, name: str) -> Value | None:
-        """The value of an argument or a variable; None if it is unset. ``attention-tp`` follows from three others."""
+        """The value of an argument or a variable; None if it is unset.
+
+        ``attention-tp`` follows from three others, ``attention-tp-mod-dcp`` is what is left of it after whole groups of
+        ``dcp-size``, and ``grpc-workers`` is whether any argument names a worker that is reached by gRPC.
+        """
         if name == "attention-tp":
             return self._attention_tp
+        if name == "attention-tp-mod-dcp":
+            ranks, heads = self.arguments.get("dcp-size", 1), self._attention_tp
+            return heads % ranks if heads and type(ranks) is int and ranks > 0 else None
+        if name == "grpc-workers":
+            return True if any("grpc://" in str(value) for value in self.arguments.values()) else None
         table: Mapping[str, Value] = self.environment if _VARIABLE.fullmatch(name) else self.arguments
         value = table.get(name, False)
         return None if value is False else value
@@ -110,6 +145,9 @@ def _table(table: object, where: str, names: re.Pattern[str], what: str) -> dict
             raise refuse(f"{where}: {name}", "no address and no key in a bundle: give it on the command line", "one")
         if isinstance(value, str) and _PLACE.search(value):
             raise refuse(f"{where}: {name}", "no address in a bundle: give it on the command line", "one")
+        if isinstance(value, str) and value not in WORDS and not _LEAST.fullmatch(value):
+            known = "one of the engine's own words; anything else is given on the command line"
+            raise refuse(f"{where}: {name}", known, "another text")
     return table
 
 
@@ -141,6 +179,8 @@ def read(path: Path) -> dict[str, Any]:
     for name, value in environment.items():
         if not isinstance(value, str):
             raise refuse(f"{where}: environment: {name}", "a string", repr(value))
+        if _GATE.match(name):
+            raise refuse(f"{where}: environment: {name}", "a gate in gates, where what it needs is checked", "one here")
     gates = table.get("gates", {})
     if not isinstance(gates, dict):
         raise refuse(f"{where}: gates", "a table", repr(gates))
@@ -149,6 +189,18 @@ def read(path: Path) -> dict[str, Any]:
         "environment": environment,
         "gates": {name: _gate(entry, f"{where}: gates: {name}") for name, entry in gates.items()},
     }
+
+
+def check_files(root: Path) -> None:
+    """Read the files of every role and every profile that the bundle at ``root`` has.
+
+    Raises:
+        BundleError: MANIFEST, for the first that is not as described.
+    """
+    roles = [root / "config" / f"{role}.toml" for role in ("prefill", "decode", "router")]
+    for path in (*roles, *sorted((root / "config").glob("profile-*.toml"))):
+        if path.is_file():
+            read(path)
 
 
 def load(
@@ -193,11 +245,34 @@ def load(
     for names, state in ((on, True), (off, False)):
         for name in names:
             merged["gates"][name] = replace(merged["gates"].get(name, Gate(state)), on=state)
+    _own_names(merged["arguments"], merged["gates"].values())
     launch = Launch(role, merged["arguments"], merged["environment"], merged["gates"])
     wrong = list(faults(launch, known))
     if wrong:
         raise BundleError(Reason.LAUNCH, f"config/{role}.toml", found="; ".join(wrong))
     return launch
+
+
+def looked_at(gates: Iterable[Gate]) -> set[str]:
+    """The arguments that a condition of a gate reads."""
+    named = {name for gate in gates for name in (*gate.needs, *gate.keeps) if _FLAG.fullmatch(name)}
+    return {argument for name in named for argument in DERIVED.get(name, (name,))}
+
+
+def _own_names(arguments: Mapping[str, Value], gates: Iterable[Gate]) -> None:
+    """Refuse an argument that the engine takes for one of those that are looked at here: an alias, or its beginning.
+
+    Raises:
+        BundleError: LAUNCH.
+    """
+    read = looked_at(gates)
+    full = {name: name for name in sorted(read)} | {name: own for name, own in ALIASES.items() if own in read}
+    for name in arguments:
+        own = next((own for long, own in full.items() if long.startswith(name)), None)
+        if own is not None and name not in read:
+            raise BundleError(
+                Reason.LAUNCH, f"argument {name}", expected=own, found="another name, by which no gate would see it"
+            )
 
 
 def _value(text: str) -> Value:
@@ -239,4 +314,5 @@ def _holds(found: Value | None, wanted: Value) -> bool:
         return isinstance(found, int | float) and not isinstance(found, bool) and found >= int(least[1])
     if found is None or wanted is False:
         return found is None and wanted is False
-    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
+    # Of one type: an engine takes neither true nor 8.0 for a number of ranks.
+    return found == wanted and type(found) is type(wanted)
