@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,4 +52,5 @@ def _cell(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     # A digest or a path has no place to break a line: it may break anywhere, other words nowhere.
     long = ' class="long"' if max(map(len, text.split()), default=0) > 24 else ""
-    return f"<td{long}>{html.escape(text)}</td>"
+    code = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
+    return f"<td{long}>{code}</td>"

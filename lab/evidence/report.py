@@ -102,8 +102,9 @@ def models(lines: Sequence[Line]) -> Section:
         }
         for layout in Layout
     ]
+    budget = Budget(int(6.33 * GIB))
     kept = [
-        {"keeping": keeping.value, "ranks": 4, "tokens": tokens(Model(), keeping, 4, Budget(int(6.33 * GIB)))}
+        {"keeping": keeping.value, "ranks": 4, "tokens": tokens(Model(), keeping, 4, budget, gathered=81_920)}
         for keeping in Keeping
     ]
     return "Models", (

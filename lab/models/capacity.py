@@ -29,7 +29,7 @@ class Keeping(Enum):
 
     FULL = "full copy"  # every rank keeps all layers of all tokens
     LAYER_SPLIT = "layer split"  # every rank keeps some layers of all tokens, and scratch for one of the others'
-    PAGE_SHARD = "page shard"  # every rank keeps all layers of some pages
+    PAGE_SHARD = "page shard"  # every rank keeps all layers of some pages, and scratch for one layer of one request
     DCP = "decode context parallel"  # latent rows striped over the ranks, index keys on every rank
 
 
@@ -83,7 +83,10 @@ def pool(model: Model, tokens: int, layers: int | None = None, page: int = PAGE)
 
 
 def scratch(model: Model, tokens: int, page: int = PAGE) -> int:
-    """Bytes into which a rank of a layer split takes another owner's layer: one layer of the whole pool."""
+    """Bytes into which a rank takes one layer of ``tokens`` tokens from others.
+
+    Under a layer split the tokens are those of the whole pool, under page shards those of one request.
+    """
     return (tokens + page) * (model.kv.value + INDEX_ROW)
 
 
@@ -115,10 +118,15 @@ class Budget:
         return left
 
 
-def tokens(model: Model, keeping: Keeping, ranks: int, budget: Budget, page: int = PAGE) -> int:
-    """Distinct tokens that a group of ``ranks`` holds, whole pages; copies on several ranks count once."""
-    if ranks < 1:
-        raise ValueError(f"{ranks} ranks")
+def tokens(model: Model, keeping: Keeping, ranks: int, budget: Budget, page: int = PAGE, *, gathered: int = 0) -> int:
+    """Distinct tokens that a group of ``ranks`` holds, whole pages; copies on several ranks count once.
+
+    ``gathered``: tokens of the longest request. Under page shards each rank gathers all of its pages, layer by layer,
+    into scratch of one layer, so that many ranks hold less than so many times the tokens.
+    """
+    if ranks < 1 or gathered < 0:
+        raise ValueError(f"{ranks} ranks, {gathered} tokens to gather")
+    free = budget.free
     if keeping is Keeping.FULL:
         row, times = model.token, 1
     elif keeping is Keeping.LAYER_SPLIT:
@@ -128,10 +136,11 @@ def tokens(model: Model, keeping: Keeping, ranks: int, budget: Budget, page: int
         row += scratch(model, 1, 0) if ranks > 1 else 0
     elif keeping is Keeping.PAGE_SHARD:
         row, times = model.token, ranks
+        free -= scratch(model, gathered, page) if ranks > 1 and gathered else 0
     else:
         # A slot of each rank holds every ranks-th latent row, and all index keys: ranks tokens share one latent slot.
         row, times = model.latent + ranks * model.index, ranks
-    return max(budget.free // (row * page) - 1, 0) * page * times
+    return max(free // (row * page) - 1, 0) * page * times
 
 
 def gain(model: Model, keeping: Keeping, ranks: int) -> float:

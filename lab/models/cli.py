@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from lab.models.boundary import Layout, Shape, entry, exit_, sent
-from lab.models.capacity import Budget, Keeping, Kv, Model, Reserve, gain, owned, tokens
+from lab.models.capacity import Budget, Keeping, Kv, Model, Reserve, owned, tokens
 from lab.models.sweep import Axes, Line, draw, run
 from lab.models.transfer import Packing, Way, by_source
 
@@ -115,21 +115,37 @@ def collectives(chunk: int, hidden: int, itemsize: int, tp: int, cp: int, projec
 @click.option("--layers", type=click.IntRange(1), default=78, show_default=True)
 @click.option("--indexed", type=click.IntRange(0), help="Layers with an index of their own. Default: all.")
 @click.option("--pack", type=Amount(), default=0.0, show_default=True, help="GiB of pack buffer.")
+@click.option("--draft", type=Amount(), default=0.0, show_default=True, help="GiB of a draft's own KV.")
+@click.option("--workspace", type=Amount(), default=0.0, show_default=True, help="GiB of other buffers.")
+@click.option(
+    "--gathered", type=click.IntRange(0), default=81_920, show_default=True, help="Tokens of the longest request."
+)
 @as_json
-def capacity(gib: float, layers: int, indexed: int | None, pack: float, as_json: bool) -> None:
+def capacity(
+    gib: float,
+    layers: int,
+    indexed: int | None,
+    pack: float,
+    draft: float,
+    workspace: float,
+    gathered: int,
+    as_json: bool,
+) -> None:
     """Distinct tokens that a group of ranks holds, by who keeps what."""
     lines = []
     for kv, keeping, ranks in itertools.product(Kv, Keeping, (1, 2, 4, 8)):
         model = Model(layers, kv, indexed)
-        reserve = Reserve(pack=int(pack * GIB))
+        reserve = Reserve(draft=int(draft * GIB), pack=int(pack * GIB), workspace=int(workspace * GIB))
+        budget = Budget(int(gib * GIB), reserve)
+        held = tokens(model, keeping, ranks, budget, gathered=gathered)
         lines.append(
             {
                 "kv": kv.name.lower(),
                 "keeping": keeping.value,
                 "ranks": ranks,
                 "bytes a token": model.token,
-                "tokens": tokens(model, keeping, ranks, Budget(int(gib * GIB), reserve)),
-                "times a copy": gain(model, keeping, ranks),
+                "tokens": held,
+                "times a copy": held / (tokens(model, Keeping.FULL, ranks, budget) or math.inf),
             }
         )
     show(f"tokens of a group whose ranks have {gib} GiB each", lines, as_json)

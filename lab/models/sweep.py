@@ -40,8 +40,9 @@ class Axes:
         for design, prefix, share, many, factor in itertools.product(
             Design, self.prefixes, self.cold, self.burst, self.slow
         ):
-            held = tokens(Model(), design.keeping, 4, Budget(int(gib * GIB)))
             load = Load(requests=requests, rate=rate, prefixes=prefix, cold=share, burst=many)
+            budget, longest = Budget(int(gib * GIB)), load.prefix + load.fresh
+            held = tokens(Model(), design.keeping, 4, budget, gathered=longest)
             if load.prefix + load.fresh > held:
                 raise ValueError(
                     f"{gib} GiB: {design.value} holds {held} tokens, a request has {load.prefix + load.fresh}"
@@ -81,27 +82,42 @@ def run(jobs: Sequence[Job]) -> Iterator[Iterator[Line]]:
 
 
 def draw(lines: Sequence[Line]) -> Figure:
-    """Latency and hit share over the number of prefixes, a line for each design; means over the other axes."""
+    """Latency, hits and the hot spot over the number of prefixes, latency over each other axis, a line for each design.
+
+    Each place is the mean over the axes that are not drawn.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, key, label in zip(
-        figure.subplots(1, 2), ("p99 s", "hits"), ("p99 of prefill and sending, s", "share of prefix hits"), strict=True
-    ):
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    latency = "p99 of prefill and sending, s"
+    panels = (
+        *(("prefixes", "p99 s", latency), ("prefixes", "hits", "share of prefix hits")),
+        ("prefixes", "busiest / mean", "bytes of the busiest source / mean"),
+        *((axis, "p99 s", latency) for axis in ("cold", "burst", "slow")),
+    )
+    names = {
+        "prefixes": "independent prefixes",
+        "cold": "share of cold prefixes",
+        "burst": "requests at once",
+        "slow": "slow decode, factor",
+    }
+    for axes, (axis, key, label) in zip(figure.subplots(2, 3).flat, panels, strict=True):
         for design in Design:
             own = [line for line in lines if line["design"] == design.value]
-            places = sorted({line["prefixes"] for line in own})
+            places = sorted({line[axis] for line in own})
             axes.plot(
                 places,
-                [mean(float(line[key]) for line in own if line["prefixes"] == place) for place in places],
+                [mean(float(line[key]) for line in own if line[axis] == place) for place in places],
                 # Hits depend on the pool alone: two lines may lie on each other.
                 marker={Design.CP0: "s", Design.ROTATED: "o"}.get(design, "^"),
                 linestyle={Design.CP0: "-", Design.LAYER_SPLIT: "-"}.get(design, "--"),
                 label=design.value,
             )
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("independent prefixes")
+        if axis != "cold":
+            axes.set_xscale("log", base=2)
+        axes.set_xlabel(names[axis])
         axes.set_ylabel(label)
-    figure.axes[0].legend(fontsize="small")
+        axes.set_ylim(bottom=0)
+    figure.axes[0].legend(fontsize="x-small")
     figure.suptitle("Model, not a measurement")
     return figure

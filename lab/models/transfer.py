@@ -1,7 +1,7 @@
 """What moves from prefill to decode: descriptors, batches and bytes by source, for each way of keeping and of sending.
 
 A descriptor is one contiguous piece of memory at both ends; a batch is what one transfer call carries. Source of the
-paths: the senders of the pinned prefill release (evidence id ``transfer-notes``); counts are compared with the real
+paths: the senders of the pinned prefill release (evidence id ``slice-item``); counts are compared with the real
 send methods by test.
 """
 

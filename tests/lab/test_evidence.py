@@ -480,3 +480,27 @@ def test_a_result_of_a_script_that_is_not_of_the_repository_is_stale(tmp_path: P
     (tmp_path / "one.json").write_text(json.dumps(result | {"value": 1}))
     with pytest.raises(claims.StaleResult, match="is stale"):
         claims.measured(tmp_path, "one.json", "value")
+
+
+NOTES = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in (ROOT / "docs/review-notes.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ")
+][1:]
+
+
+@pytest.mark.parametrize("row", NOTES, ids=lambda row: row[0][:40])
+def test_every_answer_to_a_review_rests_on_a_claim_a_file_or_says_that_nobody_measured_it(row: list[str]) -> None:
+    question, answer, rests = row
+    assert question.endswith("?") and answer
+    words = re.findall(r"`([^`]+)`", rests)
+    assert all(word in BY_ID or (ROOT / word).is_file() for word in words), words
+    assert words or "not measured" in rests
+    for word in words:
+        # How a claim is known stands before its id.
+        if word in BY_ID:
+            assert BY_ID[word].kind.value in rests
+
+
+def test_the_notes_answer_every_question() -> None:
+    assert len(NOTES) >= 25

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from benchmarks.sweep import AXES
 from lab.models.cli import main
+from lab.models.sweep import draw
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["sweep", "--prefixes=1,8", "--cold=0", "--burst=1", "--slow=1", "--requests=40"]
@@ -42,6 +43,18 @@ def test_the_pool_observed_fits_its_own_budget() -> None:
     assert {row["tokens"] for row in full} == {110_464}
 
 
+def test_a_draft_a_pack_buffer_and_a_workspace_leave_less_and_a_gathered_request_less_than_four_copies() -> None:
+    def held(*arguments: str) -> list[float]:
+        return [row["tokens"] for row in rows("capacity", *arguments) if row["kv"] == "fp8" and row["ranks"] == 4]
+
+    whole = held()
+    for name in ("draft", "pack", "workspace"):
+        assert all(less < more for less, more in zip(held(f"--{name}=0.5"), whole, strict=True))
+    assert held("--draft=0.5", "--pack=0.5", "--workspace=1") == held("--gib=4.33")
+    shard = next(row for row in rows("capacity") if row["keeping"] == "page shard" and row["ranks"] == 4)
+    assert 3.9 < shard["times a copy"] < 4
+
+
 def test_one_sender_needs_more_slices_than_four() -> None:
     slices = {row["way"]: row["slices of the busiest"] for row in rows("transfer")}
     assert slices["cp0-only"] > slices["layer-owner"] >= slices["all-cp"]
@@ -53,6 +66,11 @@ def test_a_sweep_compares_the_four_designs_and_draws_them(tmp_path: Path) -> Non
     assert len(lines) == 4 * 2
     assert len({line["design"] for line in lines}) == 4
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+    panels = draw(lines).axes
+    assert {axes.get_xlabel() for axes in panels} == {
+        *("independent prefixes", "share of cold prefixes", "requests at once", "slow decode, factor")
+    }
+    assert all(len(axes.lines) == 4 for axes in panels)
 
 
 def test_the_same_seed_draws_the_same_plot(tmp_path: Path) -> None:

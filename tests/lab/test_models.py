@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.evidence import claims
 from lab.models.addresses import Chain, Place, Shards, Stripes
 from lab.models.capacity import (
     Budget,
@@ -34,6 +37,7 @@ from lab.models.transfer import (
     zigzag,
 )
 
+ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 OBSERVED = 110_464
 
@@ -87,8 +91,11 @@ def test_dcp_gains_less_than_its_ranks_because_index_keys_are_on_every_rank() ->
     st.integers(1, 12),
     st.integers(0, 1 << 22),
     st.sampled_from(Kv),
+    st.integers(0, 40),
 )
-def test_what_is_said_to_fit_fits_byte_for_byte(keeping: Keeping, ranks: int, layers: int, budget: int, kv: Kv) -> None:
+def test_what_is_said_to_fit_fits_byte_for_byte(
+    keeping: Keeping, ranks: int, layers: int, budget: int, kv: Kv, longest: int
+) -> None:
     """Every row is laid down in turn, rank by rank; one page more would not have fitted."""
     model, page = Model(layers, kv), 4
 
@@ -100,15 +107,36 @@ def test_what_is_said_to_fit_fits_byte_for_byte(keeping: Keeping, ranks: int, la
             spare = 1 if ranks > 1 else 0  # the scratch into which another owner's layer comes
             return max((pages + 1) * page * (own + spare) * (kv.value + 132) for own in owned(layers, ranks))
         if keeping is Keeping.PAGE_SHARD:
-            return (-(-pages // ranks) + 1) * page * sum(kv.value + 132 for _ in range(layers))
+            spare = (longest + page) * (kv.value + 132) if ranks > 1 and longest else 0
+            return (-(-pages // ranks) + 1) * page * sum(kv.value + 132 for _ in range(layers)) + spare
         slots = (-(-pages // ranks) + 1) * page
         return slots * sum(kv.value + ranks * 132 for _ in range(layers))
 
-    held = tokens(model, keeping, ranks, Budget(budget), page)
+    held = tokens(model, keeping, ranks, Budget(budget), page, gathered=longest)
     if held:
         assert needed(held) <= budget
     step = page * (ranks if keeping in (Keeping.PAGE_SHARD, Keeping.DCP) else 1)
     assert needed(held + step) > budget
+
+
+def test_page_shards_hold_less_than_their_ranks_times_a_copy_for_what_is_gathered() -> None:
+    budget = Budget(int(6.33 * GIB))
+    plain = tokens(Model(), Keeping.PAGE_SHARD, 4, budget)
+    held = tokens(Model(), Keeping.PAGE_SHARD, 4, budget, gathered=81_920)
+    assert plain == 4 * OBSERVED > held > 3.9 * OBSERVED
+    # One rank has every page at hand.
+    assert tokens(Model(), Keeping.PAGE_SHARD, 1, budget, gathered=81_920) == OBSERVED
+
+
+def test_what_a_model_names_as_its_evidence_is_there() -> None:
+    known = {claim.id for claim in claims.read(ROOT)[0]}
+    named = [
+        (path.name, name)
+        for path in (ROOT / "lab/models").glob("*.py")
+        for name in re.findall(r"evidence\s+id\s+``([^`]+)``", path.read_text(encoding="utf-8"))
+    ]
+    assert len(named) >= 2
+    assert [pair for pair in named if pair[1] not in known] == []
 
 
 def test_what_is_reserved_holds_no_tokens() -> None:
@@ -293,6 +321,21 @@ def test_the_simulation_meets_the_static_bounds() -> None:
     assert (shared.peak_inside, shared.peak_locked) == (4, 106_496)
     alone = simulate(one, Load(requests=2, burst=2, cold=1.0))
     assert (alone.peak_inside, alone.peak_locked) == (1, 81_920)
+
+
+@pytest.mark.parametrize(
+    ("design", "shares"),
+    [(Design.CP0, [78, 0, 0, 0]), (Design.LAYER_SPLIT, [20, 20, 19, 19]), (Design.PAGE_SHARD, [19.5] * 4)],
+)
+def test_two_requests_take_the_times_that_a_hand_computes(design: Design, shares: list[float]) -> None:
+    """At once, of one prefix: the fresh part of the second is computed and sent behind the whole of the first."""
+    found = simulate(Fleet(design, 2 * OBSERVED, workers=1), Load(requests=2, burst=2, prefixes=1))
+    whole, hit = 81_920 / 30_000, 8_192 / 30_000
+    send = 81_920 * 788 * max(shares) / 10e9
+    first, second = whole + send, max(whole + hit, whole + send) + send
+    assert found.latencies == pytest.approx([first, second], rel=1e-12)
+    assert found.sent == [2 * 81_920 * 788 * share for share in shares]
+    assert (found.hits, found.evictions, found.peak_inside, found.peak_locked) == (1, 0, 2, 73_728 + 2 * 8_192)
 
 
 @pytest.mark.parametrize("design", Design)

@@ -67,6 +67,7 @@ def test_text_of_a_table_and_a_title_is_text() -> None:
     page = document("<b>", table([{"<i>": "<script>"}]))
     assert "<b>" not in page and "<i>" not in page and "<script>" not in page
     assert table([]) == "<p>none</p>"
+    assert "<td>a <code>b&lt;</code> c` d</td>" in table([{"a": "a `b<` c` d"}])
 
 
 BAD = {
