@@ -16,7 +16,7 @@ import click
 from lab.models.boundary import Layout, Shape, entry, exit_, sent
 from lab.models.capacity import Budget, Keeping, Kv, Model, Reserve, owned, tokens
 from lab.models.sweep import Axes, Line, draw, run
-from lab.models.transfer import Packing, Way, by_source
+from lab.models.transfer import Packing, Way, by_pair, by_source
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -155,12 +155,15 @@ def capacity(
 @click.option("--tokens", "count", type=click.IntRange(1), default=81_920, show_default=True)
 @click.option("--layers", type=click.IntRange(1), default=78, show_default=True)
 @click.option("--sources", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Decode ranks (DCP).")
 @click.option("--row", type=click.IntRange(1), default=Kv.FP8.value, show_default=True, help="Bytes a token and layer.")
 @click.option("--buffer", type=click.IntRange(1), default=1 << 30, show_default=True, help="Pack buffer, bytes.")
 @click.option("--grid", type=click.IntRange(1), default=65_535, show_default=True, help="Rows of one gather launch.")
 @as_json
-def transfer(count: int, layers: int, sources: int, row: int, buffer: int, grid: int, as_json: bool) -> None:
-    """Bytes and slices of one request, by which source sends what."""
+def transfer(
+    count: int, layers: int, sources: int, ranks: int, row: int, buffer: int, grid: int, as_json: bool
+) -> None:
+    """Bytes and slices of one request, by which source sends what to which decode rank."""
     own = owned(layers, sources)
     lines = []
     for way in Way:
@@ -174,6 +177,8 @@ def transfer(count: int, layers: int, sources: int, row: int, buffer: int, grid:
                 "MiB": sum(loads) / MIB,
                 "busiest MiB": busiest / MIB,
                 "sources": sum(1 for load in loads if load),
+                "busiest rank MiB": max(map(sum, zip(*by_pair(way, own, count, row, ranks), strict=True))) / MIB,
+                "pairs": sum(bool(size) for sizes in by_pair(way, own, count, row, ranks) for size in sizes),
                 "slices of the busiest": len(packing.slices(busiest // (row * share))),
             }
         )

@@ -7,6 +7,7 @@ send methods by test.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -62,6 +63,14 @@ class HeadSlices:
         """Bytes of one batch."""
         return tokens * self.item
 
+    def to_each(self, tokens: int) -> int:
+        """Bytes that one destination rank gets of a chunk; all of them from one source rank."""
+        return self.batches * self.batch(tokens)
+
+    def from_each(self, tokens: int) -> int:
+        """Bytes that one source rank sends of a chunk, to all destination ranks that its heads are for."""
+        return self.destination_tp // self.source_tp * self.to_each(tokens)
+
 
 class Way(Enum):
     """Which source rank sends what of one request."""
@@ -95,6 +104,46 @@ def by_source(way: Way, layers: list[int], tokens: int, row: int, page: int = 64
             full[(pages - 1) % sources] -= page - tokens % page
         return [depth * own * row for own in full]
     return [depth * (end - begin) * row for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _shares(way: Way, layers: list[int], tokens: int, page: int) -> Iterator[tuple[int, list[range]]]:
+    """(layers, tokens) that each source sends."""
+    sources, depth, pages = len(layers), sum(layers), -(-tokens // page)
+    begin = 0
+    for rank, own in enumerate(layers):
+        if way is Way.CP0:
+            yield (depth, [range(tokens)]) if rank == 0 else (depth, [])
+        elif way is Way.LAYER_OWNER:
+            yield own, [range(tokens)]
+        elif way is Way.ALL_CP:
+            end = min(begin + (pages // sources + (rank < pages % sources)) * page, tokens)
+            yield depth, [range(begin, end)]
+            begin = end
+        else:
+            yield (
+                depth,
+                [range(number * page, min((number + 1) * page, tokens)) for number in range(rank, pages, sources)],
+            )
+
+
+def by_pair(
+    way: Way, layers: list[int], tokens: int, row: int, ranks: int, page: int = 64, *, copies: bool = False
+) -> list[list[int]]:
+    """Bytes that each source sends to each of ``ranks`` decode ranks, arguments else as in ``by_source``.
+
+    Latent rows under DCP are dealt to the ranks one by one. ``copies``: every rank gets every row, as index keys do
+    under DCP, and latent rows without it.
+    """
+    by_source(way, layers, tokens, row, page)  # for what it refuses
+    if ranks < 1:
+        raise ValueError(f"{ranks} decode ranks")
+    return [
+        [
+            own * row * sum(len(part) if copies else len(part[(rank - part.start) % ranks :: ranks]) for part in parts)
+            for rank in range(ranks)
+        ]
+        for own, parts in _shares(way, layers, tokens, page)
+    ]
 
 
 def crossing(prompt: int, decode_hit: int, page: int = 64) -> tuple[int, int]:

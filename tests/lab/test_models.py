@@ -31,6 +31,7 @@ from lab.models.transfer import (
     Packing,
     Way,
     broadcast_latency,
+    by_pair,
     by_source,
     paired_runs,
     runs,
@@ -186,11 +187,14 @@ def test_head_slices_are_what_a_walk_over_every_byte_finds(
     assert path.batch(tokens) == len(way)
     assert path.descriptors(tokens) == pieces
     assert path.batches == sum(1 for _ in ("K", "V") for _ in range(layers))
+    # All heads of all tokens, K and V, leave the sources once and arrive once.
+    every = 2 * layers * tokens * 8 * head * 2
+    assert path.to_each(tokens) * destination_tp == path.from_each(tokens) * source_tp == every
 
 
-@given(st.integers(1, 5), st.integers(0, 300), st.integers(1, 4), st.sampled_from([8, 16]))
+@given(st.integers(1, 5), st.integers(0, 300), st.integers(1, 4), st.sampled_from([8, 16]), st.integers(1, 4))
 def test_every_way_of_sending_is_what_asking_row_by_row_who_sends_it_finds(
-    sources: int, count: int, depth: int, page: int
+    sources: int, count: int, depth: int, page: int, ranks: int
 ) -> None:
     layers = owned(max(depth, 1), sources)
     pages = -(-count // page)
@@ -206,11 +210,14 @@ def test_every_way_of_sending_is_what_asking_row_by_row_who_sends_it_finds(
         return token // page % sources
 
     for way in Way:
-        found = [0] * sources
+        found = [[0] * ranks for _ in range(sources)]
         for layer in range(sum(layers)):
             for token in range(count):
-                found[sender(way, layer, token)] += 3
-        assert by_source(way, layers, count, 3, page) == found
+                found[sender(way, layer, token)][Stripes(ranks).place(token).rank] += 3
+        assert by_source(way, layers, count, 3, page) == [sum(sizes) for sizes in found]
+        assert by_pair(way, layers, count, 3, ranks, page) == found
+        whole = by_pair(way, layers, count, 3, ranks, page, copies=True)
+        assert whole == [[sum(sizes)] * ranks for sizes in found]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 700), st.integers(1, 5))
@@ -389,6 +396,8 @@ def test_more_prefixes_than_the_pool_holds_are_computed_again() -> None:
         (lambda: HeadSlices(1, 4, 1, 1, 4, 2), "does not divide"),
         (lambda: HeadSlices(1, 3, 1, 1, 1, 2), "no 2 equal parts"),
         (lambda: by_source(Way.CP0, [], 1, 1), "0 sources"),
+        (lambda: by_pair(Way.CP0, [], 1, 1, 1), "0 sources"),
+        (lambda: by_pair(Way.CP0, [1], 1, 1, 0), "0 decode ranks"),
         (lambda: paired_runs([1], []), "go to"),
         (lambda: Shards(0), "0 owners"),
         (lambda: Shards(1).place(-1), "slot -1"),
