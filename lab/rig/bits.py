@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lab.rig import client, faults, runner
-from lab.rig.boot import Boot, Part, RouterPart
+from lab.rig.boot import DP_AWARE, Boot, Part, RouterPart
 from lab.rig.lists import Entry
 from lab.rig.runner import Line, Report, Results, Say, Trees
 from lab.rig.scenario import Scenario, Send
@@ -52,8 +52,9 @@ def _engine(part: Part) -> Part:
 
 
 def _router(router: RouterPart) -> RouterPart:
+    """What a router is without its gates, and without what no stock router may be told: see ``RouterPart``."""
     env = {name: value for name, value in router.env.items() if not name.startswith("SMG_")}
-    return replace(router, env=env)
+    return replace(router, env=env, flags=tuple(flag for flag in router.flags if flag != DP_AWARE))
 
 
 def stock(entry: Entry) -> Entry:

@@ -50,6 +50,9 @@ class Part:
     gated: bool = False
 
 
+DP_AWARE = "--dp-aware"
+
+
 @dataclass(frozen=True)
 class RouterPart:
     """The router of a boot: the engines behind it, in order, and its flags.
@@ -63,6 +66,11 @@ class RouterPart:
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     build: str = ""
+
+    def __post_init__(self) -> None:
+        # A stock router takes "127.0.0.1:PORT@0" for a host of another name, and asks the network for it.
+        if DP_AWARE in self.flags and self.build != "patched":
+            raise RigError("scenario", f"router {self.name}: {DP_AWARE} before P and D needs build = 'patched'")
 
 
 @dataclass(frozen=True)

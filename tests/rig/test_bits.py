@@ -9,6 +9,7 @@ import pytest
 
 from lab.rig import bits, boot, faults, lists, runner, scenario
 from lab.rig.client import Answer
+from lab.rig.errors import RigError
 from lab.rig.lists import Entry
 from lab.rig.measure import Result
 from lab.rig.scenario import Send
@@ -95,6 +96,14 @@ def test_routers_lose_their_gates_and_are_one_when_nothing_else_tells_them_apart
     assert sends(made) == [("one", ("R",)), ("two", ("R",))]
     assert [(one.name, one.build, one.env) for one in made.boot.routers] == [("R", "stock", {})]
     assert bits.patched(made.boot).routers[0].build == "patched"
+
+
+def test_a_stock_router_is_never_told_of_ranks() -> None:
+    text = BOOT.replace('build = "patched"', 'build = "patched"\nflags = ["--dp-aware", "--policy=cache_aware"]')
+    (made,) = bits.without_gates([entry(step("one", to='"S"'), text)])
+    assert all("--dp-aware" not in router.flags for router in made.boot.routers)
+    with pytest.raises(RigError, match="needs build = 'patched'"):
+        boot.parse("b", text.replace('build = "patched"', 'build = "stock"'))
 
 
 def test_a_published_router_stays_the_published_one() -> None:
