@@ -144,6 +144,16 @@ def test_every_shipped_scenario_that_can_be_the_same_twice_is_compared_without_i
         assert not any(faults.VARIABLE in part.env for part in made.boot.parts)
 
 
+def test_a_shipped_engine_that_stock_cannot_be_is_marked_so() -> None:
+    dsa_under_dcp = [
+        part
+        for path in boot.FOLDER.glob("*.toml")
+        for part in boot.load(path.stem).parts
+        if part.model.startswith("glm-dsa") and any(flag.startswith("--dcp-size") for flag in part.flags)
+    ]
+    assert dsa_under_dcp and all(part.gated for part in dsa_under_dcp)
+
+
 @pytest.mark.parametrize(("gate", "kept"), [("G", "4,14"), (bits.RETRACTS_UNDER_DCP, None)])
 def test_a_retraction_that_only_a_gate_survives_is_not_forced_without_it(gate: str, kept: str | None) -> None:
     env = f'gates = {{ {gate} = "1" }}\nenv = {{ PATCHBUNDLE_RIG_RETRACT = "4,14" }}\nflags = ["--dcp-size=2"]\n'
