@@ -115,8 +115,14 @@ def test_folders_of_ours_come_and_go_with_the_level_that_needs_them(bundle: Bund
 
 def test_the_receipt_names_bundle_base_and_patches(bundle: Bundle, base: Base) -> None:
     table = json.loads(plan_module.receipt_bytes(bundle, base, 2) or b"")
-    assert table["bundle"] == bundle.lock.digest
-    assert table["patches"] == ["alpha-first", "beta-second"]
+    assert table == {
+        "schema": 1,
+        "bundle": bundle.lock.digest,
+        "base": base.id,
+        "role": "prefill",
+        "level": 2,
+        "patches": ["alpha-first", "beta-second"],
+    }
     assert plan_module.receipt_bytes(bundle, base, 0) is None
 
 
@@ -240,6 +246,12 @@ def test_a_lock_that_does_not_tell_a_change_stops_the_plan(
         way(other, base, start, end, tree(bundle, base, start))
     assert refusal.value.code == "drift"
     assert f"{path} at level {level} " in refusal.value.where
+
+
+def test_a_way_between_two_levels_does_not_lead_below_both(bundle: Bundle, base: Base) -> None:
+    other = pinned_as(bundle, base, ENGINE, 0, Identity.of(b"something else"))
+    assert way(other, base, 2, 1).operations
+    assert way(other, base, 1, 2).operations
 
 
 def test_between_two_bundles_the_base_is_as_both_pin_it(bundle: Bundle, base: Base) -> None:
