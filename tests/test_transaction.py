@@ -20,7 +20,7 @@ from typing import TypeVar
 import pytest
 
 from lab.faults.scene import Image, image_of, lay
-from patchbundle import journal, manifest, preflight, transaction, work
+from patchbundle import bytecode, journal, manifest, preflight, transaction, work
 from patchbundle import target as target_module
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
@@ -582,11 +582,24 @@ def test_bytecode_that_may_not_be_removed_and_is_checked_is_a_warning(small: Sce
     assert small.where("apply") == "new"
 
 
-def test_bytecode_that_is_gone_already_is_neither_dropped_nor_a_warning(small: Scene) -> None:
+def test_bytecode_that_is_gone_already_is_neither_dropped_nor_a_warning_and_the_next_one_goes(small: Scene) -> None:
     small.start("apply")
-    outcome = small.change("apply", stopped("unlink", ".pyc", (small.tree / CACHE).unlink))
-    assert (outcome.dropped, outcome.warnings) == ((), ())
+    other = CACHE.replace("311", "312")
+    shutil.copy(small.tree / CACHE, small.tree / other)
+    outcome = small.change("apply", stopped("unlink", CACHE, (small.tree / CACHE).unlink))
+    assert (outcome.dropped, outcome.warnings) == ((str(small.tree / other),), ())
+    assert not (small.tree / other).exists()
     assert small.where("apply") == "new"
+
+
+def test_bytecode_after_a_folder_that_is_closed_goes_all_the_same(
+    small: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.start("apply")
+    closed = bytecode.Cache(small.tree, "sglang/closed/__pycache__", ENGINE, "closed")
+    real = bytecode.find
+    monkeypatch.setattr(bytecode, "find", lambda *arguments: [closed, *real(*arguments)])
+    assert small.change("apply").dropped == (str(small.tree / CACHE),)
 
 
 @pytest.mark.parametrize(("data", "code"), [(b"\0" * 16, errno.EIO), (UNCHECKED, errno.EACCES), (UNCHECKED, errno.EIO)])
