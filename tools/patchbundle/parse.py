@@ -106,7 +106,8 @@ class _Parser:
         for index, line in enumerate(self.lines):
             if line.startswith(_GIT) or line.startswith("--- "):
                 if line.startswith("--- ") and not self._starts(index + 1, "+++ "):
-                    reason = Reason.FORMAT if self._context_format(index) else Reason.HEADER_IN_MESSAGE
+                    # As in the context format, whose "***" before it was refused already where there is one.
+                    reason = Reason.FORMAT if self._starts(index + 1, "***") else Reason.HEADER_IN_MESSAGE
                     raise self.refuse(reason, index + 1)
                 self.at = index
                 return tuple(self.lines[:index])
@@ -119,9 +120,6 @@ class _Parser:
 
     def _starts(self, index: int, prefix: str) -> bool:
         return index < len(self.lines) and self.lines[index].startswith(prefix)
-
-    def _context_format(self, index: int) -> bool:
-        return self._starts(index - 1, "*** ") or self._starts(index + 1, "***")
 
     def _refuse_foreign(self, line: str, line_no: int) -> None:
         if line.startswith(_RENAMES):
