@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from patchbundle import bases, cli, header, journal, manifest, scan
+from patchbundle import __version__, bases, cli, header, journal, manifest, scan
 from patchbundle.errors import BundleError, Exit, Reason
 
 ROOT = Path(__file__).parents[1]
@@ -208,6 +208,11 @@ def test_the_row_of_a_nested_table_names_its_keys(name: str) -> None:
     text = section(REFERENCE, "JSON")
     row = next(row for row in rows(text) if row[0] == f"`{name}`")
     assert inner_keys(name) <= set(code(row[2]))
+
+
+def test_the_collection_has_the_version_of_the_tools() -> None:
+    galaxy = (ROOT / "deploy/ansible/ansible_collections/patchbundle/fleet/galaxy.yml").read_text(encoding="utf-8")
+    assert f"\nversion: {__version__}\n" in galaxy
 
 
 def test_the_example_of_an_output_has_the_keys_of_a_real_one() -> None:
