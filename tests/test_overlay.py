@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from patchbundle import cli, manifest, overlay
+from patchbundle import cli, guard, manifest, overlay
 from patchbundle import target as target_module
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Exit, Reason
@@ -123,8 +123,12 @@ def to_nothing(toy: Toy, folder: Path) -> Path:
     return folder / "over"
 
 
+def with_a_colon(toy: Toy, folder: Path) -> Path:
+    return folder / "a:b"
+
+
 @pytest.mark.parametrize(
-    "place", [taken, file, nowhere, inside, itself, by_a_link, to_nothing], ids=lambda item: item.__name__
+    "place", [taken, file, nowhere, inside, itself, by_a_link, to_nothing, with_a_colon], ids=lambda item: item.__name__
 )
 def test_a_place_where_an_overlay_cannot_be_is_refused(place: object, toy: Toy, tmp_path: Path) -> None:
     assert callable(place)
@@ -301,3 +305,40 @@ def test_exec_puts_it_first_and_refuses_what_would_come_before_it(toy: Toy, tmp_
     assert (done.code, "[shadowed]" in done.err) == (Exit.REFUSED, True)
     (over / "sglang/srt/engine.py").write_bytes(b"edited\n")
     assert "[drift]" in nodes.start(toy, *command, where=where, cwd=tmp_path).err
+
+
+@pytest.mark.parametrize("way", ["-I", "-E", "-sE", "colon", "above", "none"])
+def test_an_overlay_that_the_command_would_not_import_from_is_refused(way: str, toy: Toy, tmp_path: Path) -> None:
+    over = tmp_path / ("a:b" if way == "colon" else "lib/python3.11/site-packages")
+    over.parent.mkdir(parents=True, exist_ok=True)
+    assert make(toy, tmp_path / "over").code == 0
+    (tmp_path / "over").rename(over)
+    flags = (way,) if way.startswith("-") else ()
+    command = (sys.executable, *flags, "-c", "import sglang; print(sglang.__file__)")
+    named = tmp_path if way == "above" else over
+    done = nodes.start(toy, *command, where=("--overlay", named), cwd=toy.bundle)
+    if way == "none":
+        assert (done.code, done.out) == (0, f"{over}/sglang/__init__.py\n")
+    else:
+        assert (done.code, done.out, "[shadowed]" in done.err) == (Exit.REFUSED, "", True)
+
+
+@pytest.mark.parametrize(
+    ("words", "ignores"),
+    [
+        ("python3 -I -m x", True),
+        ("python3 -Xdev -sE x.py", True),
+        ("python3 -X dev -W error -E -c x", True),
+        ("python3 -X E -m x -E", False),
+        ("python3 -WI -mE", False),
+        ("python3 x.py -I", False),
+        ("python3 -cI", False),
+        ("python3 - -I", False),
+        ("python3 --version -I", False),
+        ("python3 -u", False),
+        ("sh -E", False),
+        ("", False),
+    ],
+)
+def test_an_interpreter_that_takes_nothing_from_its_environment_is_known(words: str, ignores: bool) -> None:
+    assert guard.ignores_environment(words.split()) == ignores

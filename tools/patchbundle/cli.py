@@ -554,6 +554,8 @@ def exec_command(
         target = target_module.discover(
             bundle, root=place, python=None if place else python or guard.interpreter_of(command), role=role
         )
+        if overlay is not None:
+            guard.require_first(overlay, target, command)
         report.result["name"] = guard.verify(bundle, target, expect, environment)
     if not dry_run:
         guard.become(command, environment)

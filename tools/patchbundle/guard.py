@@ -23,6 +23,7 @@ from patchbundle.errors import BundleError, Reason
 from patchbundle.manifest import Bundle
 from patchbundle.target import Target
 
+SEPARATOR = ":"  # of PYTHONPATH
 _NAMED = ("--root", "--python", "--overlay")
 _PYTHON = re.compile(r"python(?:3(?:\.[0-9]+)?)?")
 # An interpreter sets them to be ignored, and what is ignored stays so in the program that it becomes.
@@ -74,6 +75,8 @@ def at_once(words: Sequence[str], bundle: Path) -> None:
         target = target_module.discover(pins, root=root, python=python, role=start.role)
         overlay = start.named == "--overlay"
         environment = with_first(place.absolute(), os.environ) if overlay else dict(os.environ)
+        if overlay:
+            require_first(place, target, start.command)
         verify(pins, target, start.expect, environment)
         become(start.command, environment)
 
@@ -136,7 +139,7 @@ def shadow(root: Path, package: str, environment: Mapping[str, str], here: Path)
     is_safe = environment.get("PYTHONSAFEPATH") and "python3.10" not in root.parts
     places = [] if is_safe else [here]
     listed = environment.get("PYTHONPATH", "")
-    places += [here / entry for entry in listed.split(":")] if listed else []
+    places += [here / entry for entry in listed.split(SEPARATOR)] if listed else []
     for place in places:
         if place.resolve() == root.resolve():
             return None
@@ -150,6 +153,45 @@ def with_first(place: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment with ``place`` first on PYTHONPATH."""
     listed = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": f"{place}:{listed}" if listed else str(place)}
+
+
+def require_first(place: Path, target: Target, command: Sequence[str]) -> None:
+    """Whether a command with ``place`` first on its PYTHONPATH imports from the tree that was found there.
+
+    Raises:
+        BundleError: SHADOWED.
+    """
+    fault = ""
+    if SEPARATOR in str(place.absolute()):
+        fault = "a colon in its path, where PYTHONPATH is split"
+    elif target.root != place.resolve():
+        fault = f"the tree at {target.root}, which is not where an interpreter looks then"
+    elif ignores_environment(command):
+        fault = "a command that takes no PYTHONPATH, with -I or -E"
+    if fault:
+        raise BundleError(
+            Reason.SHADOWED, str(place), expected="a folder that the command imports from", found=fault,
+            next_step="name the overlay as apply made it, at a path without a colon; start without -I and -E",
+        )  # fmt: skip
+
+
+def ignores_environment(command: Sequence[str]) -> bool:
+    """Whether it is an interpreter that is told to take nothing from its environment."""
+    words = iter(command[1:] if interpreter_of(command) else ())
+    for word in words:
+        if not word.startswith("-") or word.startswith("--") or word == "-":
+            return False
+        # Options may stand together; what comes after one of these belongs to it, or to the program.
+        for at, letter in enumerate(word[1:], 2):
+            if letter in "EI":
+                return True
+            if letter in "mc":
+                return False
+            if letter in "WX":
+                if at == len(word):
+                    next(words, None)
+                break
+    return False
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

@@ -90,6 +90,8 @@ def check_place(place: Path, target: Target, base: Base) -> None:
         fault = "a tree that is compiled: copy it, and apply to the copy"
     elif where == target.root or target.root in where.parents:
         fault = "a folder of the tree itself"
+    elif guard.SEPARATOR in str(place.absolute()):
+        fault = "a colon in its path, where PYTHONPATH is split"
     elif os.path.lexists(place) and not place.is_dir():
         fault = "no folder"
     elif place.is_dir() and os.listdir(place):
