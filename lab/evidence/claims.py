@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fnmatch
 import hashlib
 import json
 import math
@@ -197,7 +198,7 @@ def faults(entry: Entry) -> Iterator[str]:
     if entry["unit"] not in UNITS:
         yield f"unit {entry['unit']!r}: expected one of {' '.join(sorted(UNITS))}"
     value, tolerance = entry["value"], entry.get("tolerance", 0)
-    if isinstance(value, list) and kind is not Kind.REPORTED:
+    if isinstance(value, list) and kind is Kind.RECOMPUTED:
         yield f"value is a list, which a {kind.value} claim has not"
         return
     if value == []:
@@ -211,7 +212,7 @@ def faults(entry: Entry) -> Iterator[str]:
         if not math.isfinite(number):
             yield f"{name} is not finite"
             return
-    if not 0 <= tolerance <= (0 if isinstance(value, list) else _rounding(value)):
+    if not 0 <= tolerance <= min(map(_rounding, value if isinstance(value, list) else [value]), default=0):
         yield f"tolerance {tolerance:g}: more than rounding {value} needs; it would let anything pass"
     if type(entry["date"]) is not datetime.date:
         yield "date is no date"
@@ -248,7 +249,7 @@ def check(claim: Claim, root: Path, formulas: Mapping[str, Formula]) -> Iterator
         if given.unit != claim.unit:
             yield Problem(where, f"is in {claim.unit}, its formula gives {given.unit}")
             return
-        found = given.value
+        found = (given.value,)
     elif claim.kind is Kind.MEASURED:
         try:
             found = measured(root, claim.result, claim.pick)
@@ -257,8 +258,12 @@ def check(claim: Claim, root: Path, formulas: Mapping[str, Formula]) -> Iterator
             return
     else:
         return
-    if not abs(found - claim.value) <= claim.tolerance + 1e-9:
-        yield Problem(where, f"says {claim.value:g} {claim.unit}, within {claim.tolerance:g}; found {found:g}")
+    if len(found) != len(claim.values):
+        yield Problem(where, f"says {len(claim.values)} values; found {len(found)}")
+        return
+    for said, is_so in zip(claim.values, found, strict=True):
+        if not abs(is_so - said) <= claim.tolerance + 1e-9:
+            yield Problem(where, f"says {said:g} {claim.unit}, within {claim.tolerance:g}; found {is_so:g}")
 
 
 class StaleResult(Exception):
@@ -289,17 +294,25 @@ def result(root: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def measured(root: Path, name: str, pick: str) -> float:
-    """The number that ``pick`` names in a result: keys with dots between them, ``[NAME]`` for a row by its name.
+def measured(root: Path, name: str, pick: str) -> tuple[float, ...]:
+    """The numbers that ``pick`` names in a result: keys with dots between them, ``[NAME]`` for a row by its name.
+
+    A star in NAME stands for anything, and for as many rows as there are.
 
     Raises StaleResult as ``result``, and if there is no such number.
     """
-    at: Any = result(root, name)
+    places: list[Any] = [result(root, name)]
     for key, row_name in re.findall(r"([^.\[\]]+)|\[([^\]]+)\]", pick):
         try:
-            at = at[key] if key else next(row for row in at if row["name"] == row_name)
-        except (KeyError, TypeError, StopIteration):
-            raise StaleResult(f"{name} has nothing at {pick}") from None
-    if isinstance(at, bool) or not isinstance(at, int | float):
+            if key:
+                places = [place[key] for place in places]
+            else:
+                found = [row for place in places for row in place if fnmatch.fnmatchcase(row["name"], row_name)]
+                places = found if "*" in row_name else found[:1]
+        except (KeyError, TypeError):
+            places = []
+        if not places:
+            raise StaleResult(f"{name} has nothing at {pick}")
+    if any(isinstance(place, bool) or not isinstance(place, int | float) for place in places):
         raise StaleResult(f"{name} has no number at {pick}")
-    return float(at)
+    return tuple(map(float, places))

@@ -112,7 +112,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(rf"[+−-]?{DIGITS}(?:(?: |-|)(?:{UNIT}))?|{UNIT}")
 HEAD = re.compile(rf"(?:^|[ ,(\[])(?P<unit>{UNIT})[)\]]?(?: \([^)]*\))?$|^(?P<first>{UNIT}) (?:a|an|per|each|for) ")
 ROW_HEAD = re.compile(rf"(?:, |\()(?P<unit>{UNIT})\)?(?: \([^)]*\))?$")
-CELL = re.compile(rf"(?<![\w.(,])[+−-]?{DIGITS}(?![\w)])")
+CELL = re.compile(rf"(?<![\w.(,])[+−-]?{DIGITS}(?![\w)]|[.,]\d)")
 RULE = re.compile(r"\s*\|(?:\s*:?-+:?\s*\|)+\s*")
 BARE_RULE = re.compile(r"\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)+\|?\s*")
 

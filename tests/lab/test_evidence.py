@@ -189,7 +189,19 @@ def result(folder: Path, **changed: Any) -> Path:
 
 
 def test_a_measured_figure_is_read_from_its_result(tmp_path: Path) -> None:
-    assert measured(result(tmp_path), "it.json", "rows[64x1 a.b].value") == 3.5
+    assert measured(result(tmp_path), "it.json", "rows[64x1 a.b].value") == (3.5,)
+
+
+def test_a_star_stands_for_all_rows_of_a_list_and_each_of_its_values_counts(tmp_path: Path) -> None:
+    rows = [{"name": f"{number} to stock", "value": number / 3} for number in range(1, 4)]
+    root = result(tmp_path, rows=[*rows, {"name": "other", "value": 9}])
+    assert measured(root, "it.json", "rows[* to stock].value") == (1 / 3, 2 / 3, 1.0)
+    claim = dataclasses.replace(CLAIM, kind=Kind.MEASURED, result="it.json", pick="rows[* to stock].value", unit="×")
+    held = dataclasses.replace(claim, values=(0.33, 0.67, 1.0), tolerance=0.005)
+    assert list(claims.check(held, root, {})) == []
+    other = dataclasses.replace(held, values=(0.33, 0.68, 1.0))
+    assert "says 0.68 ×, within 0.005; found 0.666667" in str(next(claims.check(other, root, {})))
+    assert "says 2 values; found 3" in str(next(claims.check(dataclasses.replace(held, values=(0.33, 0.67)), root, {})))
 
 
 @pytest.mark.parametrize(
@@ -416,10 +428,13 @@ def test_a_claim_of_odd_values_is_named_and_is_no_traceback(change: dict[str, An
     assert any(what in fault for fault in claims.faults(entry | change))
 
 
-def test_a_list_of_values_is_of_reported_claims_alone() -> None:
-    entry = without("source", "not_shown", kind="measured", result="it.json", pick="rows", value=[1, 2])
+def test_a_formula_gives_no_list_and_a_list_is_no_wider_than_its_finest_value() -> None:
+    entry = without("source", "not_shown", kind="recomputed", formula="shard", value=[1, 2])
     entry["date"] = datetime.date(2026, 1, 1)
-    assert "value is a list, which a measured claim has not" in list(claims.faults(entry))
+    assert "value is a list, which a recomputed claim has not" in list(claims.faults(entry))
+    entry = without(value=[1, 0.25], tolerance=0.005) | {"date": datetime.date(2026, 1, 1)}
+    assert list(claims.faults(entry)) == []
+    assert "more than rounding" in str(list(claims.faults(entry | {"tolerance": 0.006})))
 
 
 def test_a_result_without_its_head_is_named_unless_it_is_listed_as_an_older_one(tmp_path: Path) -> None:
@@ -504,3 +519,23 @@ def test_every_answer_to_a_review_rests_on_a_claim_a_file_or_says_that_nobody_me
 
 def test_the_notes_answer_every_question() -> None:
     assert len(NOTES) >= 25
+
+
+def test_the_ratios_of_the_router_stand_in_their_table_as_they_were_measured() -> None:
+    """Each with its interval, in its own cell: a claim tells only that a number is one of its column's."""
+    said = {"request rate": "per_second", "p99": "p99_ms", "CPU a request": "cpu_us"}
+    rows = {
+        row["name"].strip(): row["value"]
+        for name in ("dev-1-4", "dev-16-64")
+        for row in json.loads((ROOT / f"evidence/router/{name}.json").read_text(encoding="utf-8"))["rows"]
+    }
+    found = 0
+    for line in (ROOT / "docs/router.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[1] in said:
+            for connections, cell in zip((1, 4, 16, 64), cells[2:], strict=True):
+                name = f"{connections} connections, {cells[0]}: {said[cells[1]]} to stock"
+                low, high = rows[f"{name}, low"], rows[f"{name}, high"]
+                assert cell == f"{rows[name]:.2f} ({low:.2f} to {high:.2f})"
+                found += 1
+    assert found == 48
