@@ -271,7 +271,7 @@ class StaleResult(Exception):
 
 
 def result(root: Path, name: str) -> dict[str, Any]:
-    """What a result holds. The digest is of its script alone: a change of what that imports is not seen.
+    """What a result holds. A result may name the modules that its script imports; older ones do not.
 
     Raises StaleResult if the file is missing, says too little about its run, or its script has changed since.
     """
@@ -287,10 +287,14 @@ def result(root: Path, name: str) -> dict[str, Any]:
     missing += [] if content.get("versions") or content.get("torch") else ["versions"]
     if missing:
         raise StaleResult(f"{name} lacks {', '.join(missing)}")
-    script = (root / str(content["script"])).resolve()
-    inside = script.is_relative_to(root.resolve()) and script.is_file() and script.suffix == ".py"
-    if not inside or hashlib.sha256(script.read_bytes()).hexdigest() != content["script_sha256"]:
-        raise StaleResult(f"{name} is stale: {content['script']} has changed since; measure again")
+    imported = content.get("modules", {})
+    if not isinstance(imported, dict):
+        raise StaleResult(f"{name}: modules is no table of digests")
+    for made_by, digest in {str(content["script"]): content["script_sha256"], **imported}.items():
+        path = (root / made_by).resolve()
+        inside = path.is_relative_to(root.resolve()) and path.is_file() and path.suffix == ".py"
+        if not inside or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise StaleResult(f"{name} is stale: {made_by} has changed since; measure again")
     return content
 
 

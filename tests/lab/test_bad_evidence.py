@@ -48,7 +48,7 @@ def without_source(root: Path) -> None:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Everything that the check reads."""
-    for name in ("config", "docs", "evidence", "patches", "sources", "benchmarks"):
+    for name in ("config", "docs", "evidence", "patches", "sources", "benchmarks", "lab"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "README.md", tmp_path)
     return tmp_path
@@ -71,6 +71,7 @@ def test_the_copy_holds(root: Path) -> None:
         (edit("evidence/claims.toml", 'unit = "tokens/s/GPU"\nkind = "recomputed"', 'unit = "ms"\nkind = "recomputed"'),
          "evidence", "is in ms, its formula gives tokens/s/GPU"),
         (add("benchmarks/sweep.py", "# changed\n"), "evidence", "evidence/models/sweep.json is stale"),
+        (add("lab/models/fleet.py", "# changed\n"), "evidence", "is stale: lab/models/fleet.py has changed"),
         (edit("evidence/models/sweep.json", '"seed"', '"sown"'), "evidence", "lacks seed"),
         (edit("evidence/upstream.toml", '"bounded-pack"', '"nobody"'), "evidence", "nobody, which is no patch"),
         (edit("evidence/upstream.toml", 'how = "', 'who = "'), "evidence", "lacks how; has who"),

@@ -209,6 +209,10 @@ def test_a_star_stands_for_all_rows_of_a_list_and_each_of_its_values_counts(tmp_
     [
         ({"script_sha256": "0" * 64}, "rows", "is stale"),
         ({"script": "benchmarks/gone.py"}, "rows", "is stale"),
+        ({"modules": {"lab/gone.py": "0"}}, "rows", "is stale: lab/gone.py has changed"),
+        ({"modules": {"benchmarks/it.py": "0"}}, "rows", "is stale: benchmarks/it.py has changed"),
+        ({"modules": {"../outside.py": "0"}}, "rows", "is stale"),
+        ({"modules": ["lab/it.py"]}, "rows", "no table of digests"),
         ({"seed": None}, "rows", "lacks seed"),
         ({"machine": None, "versions": None}, "rows", "lacks machine, versions"),
         ({}, "rows[other].value", "nothing at"),

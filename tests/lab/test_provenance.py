@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.report import Row, show
 from lab import provenance
+from lab.evidence import claims
 from lab.evidence.claims import StaleResult, measured
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,12 @@ def result(folder: Path, capsys: pytest.CaptureFixture[str], **changed: Any) -> 
     script.parent.mkdir()
     script.write_text("pass\n", encoding="utf-8")
     head = provenance.of(str(ROOT / "benchmarks/sweep.py"), 1)
-    head |= {"script": "benchmarks/it.py", "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest(), **changed}
+    head |= {
+        "script": "benchmarks/it.py",
+        "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "modules": {},
+        **changed,
+    }
     show([Row("time", 3.5, "ms")], True, head)
     (folder / "it.json").write_text(capsys.readouterr().out, encoding="utf-8")
     return folder
@@ -86,10 +92,23 @@ def test_what_a_benchmark_prints_can_stand_behind_a_claim_until_its_script_chang
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = result(tmp_path, capsys)
-    assert measured(root, "it.json", "rows[time].value") == 3.5
+    assert measured(root, "it.json", "rows[time].value") == (3.5,)
     (root / "benchmarks/it.py").write_text("pass  # changed\n", encoding="utf-8")
     with pytest.raises(StaleResult, match="is stale"):
         measured(root, "it.json", "rows[time].value")
+
+
+def test_the_modules_that_a_script_imports_are_named_with_their_digests_and_no_others() -> None:
+    code = (
+        "import sys, json; from pathlib import Path; import benchmarks.sweep; from lab import provenance; "
+        "print(json.dumps(provenance.modules(Path('benchmarks/sweep.py').resolve())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    named = json.loads(done.stdout)
+    assert {"lab/models/fleet.py", "lab/models/capacity.py", "lab/models/transfer.py"} <= named.keys()
+    assert all(digest == hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name, digest in named.items())
+    assert not {"benchmarks/sweep.py", "benchmarks/report.py", "lab/provenance.py"} & named.keys()
+    assert all(name.startswith("lab/") for name in named)
 
 
 def test_a_real_benchmark_prints_such_a_result() -> None:
@@ -113,4 +132,5 @@ def test_every_committed_result_names_its_script_and_says_so_where_it_does_not_s
             assert (ROOT / content["script"]).is_file() and re.fullmatch("[0-9a-f]{64}", content["script_sha256"])
         else:
             name = path.relative_to(ROOT).as_posix()
-            assert f'result = "{name}"' not in (ROOT / "evidence/claims.toml").read_text(encoding="utf-8")
+            assert name in claims.older(ROOT)[0]
+            assert name not in {claim.result for claim in claims.read(ROOT)[0]}
