@@ -234,6 +234,7 @@ def _is_text(value: object) -> bool:
 def check(claim: Claim, root: Path, formulas: Mapping[str, Formula]) -> Iterator[Problem]:
     """Whether the value is still what its formula or its result says. ``formulas``: by name."""
     where = f"{FILE}: {claim.id}"
+    found: tuple[float, ...]
     if claim.kind is Kind.RECOMPUTED:
         if claim.formula not in formulas:
             yield Problem(where, f"no formula {claim.formula!r} in lab/evidence/formulas.py")
