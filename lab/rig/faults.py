@@ -74,6 +74,7 @@ _RETRACT = ("sglang.srt.research.retract", "dcp2-retract-patched", "dcp-retract-
 _PACK = ("sglang.srt.research.bounded_pack", "bounded-pack", "bounded-pack", "prefill")
 _POISON = ("sglang.srt.research.bounded_pack", "pack-poison", "bounded-pack", "prefill")
 _CP = ("sglang.srt.research.cp_topology", "cp2-atp2", "cp4-attention-tp2", "prefill")
+_DSA = ("sglang.srt.research.dsa_dcp", "dsa-dcp", "dsa-dcp", "decode")
 _SPLIT = ("sglang.srt.mem_cache.dsa_cache_layer_split", "cp4-layer-split", "", "prefill")
 
 
@@ -193,3 +194,26 @@ def _cp_exit_of_stock(module: ModuleType) -> None:
         return rows
 
     vars(module)["reduce_scatter"] = reduce_scatter
+
+
+@fault("dsa-foreign-slots", "a rank attends to its own rows in place of those that another rank owns", *_DSA)
+def _dsa_foreign_slots(module: ModuleType) -> None:
+    right, tried = module.localise, module.try_kernels
+
+    def localise(slots: Any) -> Any:
+        if not module.active():
+            return slots
+        return slots.div(module.get_parallel().attn_dcp_size, rounding_mode="floor")
+
+    def try_kernels(backend: Any) -> None:
+        # The start would see it: there the rows of the kernels' trial are the right ones.
+        vars(module)["localise"] = right
+        tried(backend)
+        vars(module)["localise"] = localise
+
+    vars(module).update(localise=localise, try_kernels=try_kernels)
+
+
+@fault("dsa-lse-base", "the parts of a kernel that tells its sums in base 2 are merged as natural logarithms", *_DSA)
+def _dsa_lse_base(module: ModuleType) -> None:
+    vars(module)["natural_lse"] = lambda attention_backend: module.active()

@@ -8,7 +8,7 @@ that no scenario depends on how busy the machine is.
 * ``PATCHBUNDLE_RIG_TRANSFER_FAIL=2`` lets the second KV transfer call of P fail, as a broken connection does.
 * ``PATCHBUNDLE_RIG_TRANSFER_HOLD=60`` lets P wait so many seconds before every KV transfer: to end somebody meanwhile.
 * ``PATCHBUNDLE_RIG_CP_SIZE=2`` gives the prefill of ``cp4-attention-tp2`` two CP ranks in place of four: half the
-  processes, the same two attention ranks in each.
+  processes, the same two attention ranks in each. A D that takes KV from it (``pcp4-dcp2``) needs it too.
 * ``PATCHBUNDLE_RIG_SPLIT_PENDING=1`` leaves each broadcast that fetches a layer of a split cache ahead of its use
   pending until somebody waits for it, as the stream of a GPU does. Over gloo it would be done when its call returns.
 

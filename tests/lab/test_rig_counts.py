@@ -38,6 +38,7 @@ class Shape:
 SHAPES = {
     "glm-dsa-cache": Shape(2, Kv.BF16.value),
     "cp4-layer-split": Shape(4, Kv.BF16.value),
+    "dsa-dcp-cp2": Shape(3, Kv.BF16.value),
     "bounded-pack": Shape(3, FLOAT32),
     "bounded-pack-stock": Shape(3, FLOAT32),
 }
@@ -101,6 +102,28 @@ def test_rows_that_do_not_fit_the_buffer_are_slices_with_the_patch_and_a_descrip
         assert wanted["transfer_calls(bounded)"] == len(prompts(name)) * dcp * len(packing.slices(rows))
     else:
         assert wanted["blocks(small)"] == rows * shape.layers
+
+
+def test_under_dcp_every_latent_row_crosses_once_in_slices_and_the_index_keys_to_each_rank() -> None:
+    name, dcp = "dsa-dcp-cp2", 2
+    shape, wanted = SHAPES[name], demanded(name)
+    engines = tomllib.loads((SCENARIOS.parent / f"boots/{name}.toml").read_text(encoding="utf-8"))["engine"]
+    buffer = int(engines["P-cp2"]["env"]["PATCHBUNDLE_RIG_PACK_BYTES"])
+    flags = dict(flag.split("=") for flag in engines["P-cp2"]["flags"] if "=" in flag)
+    chunk = int(flags["--chunked-prefill-size"])
+    packing = Packing(buffer, (shape.row,) * shape.layers, ROWS_OF_A_GRID)
+    # What each rank owns of each chunk.
+    owned = [
+        len(range(rank, min(chunk, prompt - start), dcp))
+        for prompt in prompts(name)
+        for start in range(0, prompt, chunk)
+        for rank in range(dcp)
+    ]
+    assert not packing.fits(chunk // dcp)
+    assert wanted["bytes(cp2)"] == sum(prompts(name)) * shape.layers * shape.row
+    assert wanted["index_bytes(cp2)"] == dcp * shape.layers * INDEX_ROW * sum(crossing(p, 0)[1] for p in prompts(name))
+    assert wanted["transfer_calls(cp2)"] == sum(len(packing.slices(rows)) for rows in owned)
+    assert (wanted["blocks(cp2)"], wanted["sources(cp2)"]) == (shape.layers, dcp)
 
 
 def test_a_hit_that_is_no_whole_page_or_longer_than_the_prompt_is_refused() -> None:
