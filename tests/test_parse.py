@@ -67,6 +67,21 @@ def test_a_refusal_names_the_line(before: bytes, after: bytes, line: int, code: 
     assert (error.code, error.where) == (code, f"p.diff:{line}")
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_a_line_of_a_header_that_ends_with_cr_is_named(number: int) -> None:
+    lines = (b"diff --git a/f b/f\nindex 1234567..89abcde 100644\n--- a/f\n+++ b/f\n" + HUNK).split(b"\n")
+    lines[number - 1] += b"\r"
+    error = refuse(b"\n".join(lines))
+    assert (error.code, error.where) == ("line-endings", f"p.diff:{number}")
+
+
+def test_a_hunk_whose_new_side_starts_elsewhere_is_told_where_it_should() -> None:
+    second = b"@@ -11,2 +12,3 @@\n a\n b\n+c\n"
+    error = refuse(change(b"f") + b"@@ -5,2 +5,3 @@\n a\n b\n+c\n" + second.replace(b"+12", b"+14"))
+    assert (error.code, error.where, error.expected) == ("hunk-start", "p.diff:12", "+ side at line 12")
+    assert parse.parse(change(b"f") + b"@@ -5,2 +5,3 @@\n a\n b\n+c\n" + second, "p.diff").files
+
+
 def test_a_cut_anywhere_is_refused_or_ends_with_a_whole_file() -> None:
     """No prefix of a diff passes for another diff, except where a whole entry ends."""
     raw = b"".join(entry.diff for entry in toy.series())

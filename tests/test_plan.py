@@ -283,6 +283,14 @@ def test_a_tree_without_a_record_is_planned_without_it(bundle: Bundle, base: Bas
     assert made.operations == way(bundle, base, 0, 1).operations
 
 
+def test_a_source_that_is_not_the_one_in_the_tree_is_not_taken_off(bundle: Bundle, base: Base) -> None:
+    other = replace(bundle, artifacts={**bundle.artifacts, "sources/prefill/alpha.py": b"another\n"})
+    with pytest.raises(BundleError) as refusal:
+        way(other, base, 1, 0)
+    assert refusal.value.code == "context-differs"
+    assert f"{toy.HOME}/alpha.py" in refusal.value.where
+
+
 def test_a_base_that_the_lock_does_not_know_is_not_planned_on(bundle: Bundle, base: Base) -> None:
     with pytest.raises(BundleError, match="pins for other-1"):
         way(bundle, replace(base, id="other-1"), 0, 1, {})

@@ -195,7 +195,7 @@ class _Parser:
     def _header(self) -> _Entry:
         entry = _Entry(self.at + 1)
         line = self.lines[self.at]
-        self._refuse_crlf(line)
+        self._refuse_crlf(self.at)
         if line.startswith(_GIT):
             entry.git = line[len(_GIT) :]
             self.at += 1
@@ -205,20 +205,20 @@ class _Parser:
             reason = Reason.NEWLINE_MARKER if line.startswith("\\") else Reason.TRAILING_JUNK
             raise self.refuse(reason, self.at + 1)
         if self._starts(self.at, "--- "):
-            self._refuse_crlf(self.lines[self.at])
+            self._refuse_crlf(self.at)
             entry.old = self.lines[self.at][4:]
             if not self._starts(self.at + 1, "+++ "):
                 raise self.refuse(Reason.HEADER_ORDER, self.at + 1, expected="'+++' after '---'")
-            self._refuse_crlf(self.lines[self.at + 1])
+            self._refuse_crlf(self.at + 1)
             entry.new = self.lines[self.at + 1][4:]
             self.at += 2
             if not self._starts(self.at, "@@ "):
                 raise self.refuse(Reason.NO_HUNKS, self.at, expected="a hunk after '+++'")
         return entry
 
-    def _refuse_crlf(self, line: str) -> None:
-        if line.endswith("\r"):
-            raise self.refuse(Reason.LINE_ENDINGS, self.at + 1)
+    def _refuse_crlf(self, index: int) -> None:
+        if self.lines[index].endswith("\r"):
+            raise self.refuse(Reason.LINE_ENDINGS, index + 1)
 
     def _extended(self, entry: _Entry) -> None:
         entry.modes = {}
@@ -226,7 +226,7 @@ class _Parser:
             line, line_no = self.lines[self.at], self.at + 1
             if line.startswith(("--- ", "@@ ", _GIT)):
                 return
-            self._refuse_crlf(line)
+            self._refuse_crlf(self.at)
             self._refuse_foreign(line, line_no)
             mode, index = _MODE.fullmatch(line), _INDEX.fullmatch(line)
             if mode:
@@ -250,7 +250,7 @@ class _Parser:
     def _hunk(self, hunks: dict[int, UnidiffHunk]) -> Hunk:
         line_no = self.at + 1
         header = self.lines[self.at]
-        self._refuse_crlf(header)
+        self._refuse_crlf(self.at)
         match = _HUNK.fullmatch(header)
         parsed = hunks.pop(line_no, None)
         if match is None or parsed is None:
