@@ -51,6 +51,7 @@ def test_a_name_is_refused_with(name: bytes, code: str) -> None:
     [
         (b"", b"junk\n", 8, "trailing-junk"),
         (b"", b"\\ No newline at end of file\n\\ No newline at end of file\n", 9, "newline-marker"),
+        (b"", b"@@ -9,3 +9,3 @@\n a\nGIT binary patch\n", 10, "binary"),
         (b"note\n\n", b"junk\n", 10, "trailing-junk"),
         (b"note\n", b"@@ -9,3 +9,3 @@\n a\n-b\n+c\n", 9, "hunk-count"),
         (b"", b"@@ -9,2 +9,2 @@\n a\n-b\n+c\n+d\n", 12, "trailing-junk"),

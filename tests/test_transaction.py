@@ -626,6 +626,55 @@ def test_a_folder_that_somebody_put_a_file_into_is_kept_and_told(small: Scene) -
     assert os.listdir(theirs.parent) == ["theirs"]
 
 
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: path.write_bytes(b"other"), Reason.STOPPED),
+        (lambda path: path.unlink(), Reason.STOPPED),
+        (lambda path: path.chmod(0o604), Reason.OWNER),
+    ],
+    ids=["other bytes", "gone", "other bits"],
+)
+def test_what_was_staged_is_looked_at_again_before_anything_is_renamed(
+    small: Scene, damage: Callable[[Path], None], reason: Reason
+) -> None:
+    small.start("apply")
+    damaged: list[str] = []
+
+    def after(disk: Disk, name: str, path: str) -> None:
+        if name == "fsync" and path.startswith("sglang/") and path.endswith(".new") and not damaged:
+            damaged.append(path)
+            damage(disk.root / path)
+
+    with pytest.raises(BundleError) as caught:
+        small.change("apply", hooked(after=after))
+    assert caught.value.reason is reason
+    assert small.where("apply") == "old"
+
+
+@pytest.mark.parametrize(("code", "ends"), [(errno.EPERM, "new"), (errno.EOPNOTSUPP, "new"), (errno.EIO, "old")])
+def test_a_file_system_without_links_gets_copies_and_one_that_fails_stops_the_run(
+    small: Scene, code: int, ends: str
+) -> None:
+    small.start("apply")
+    kind = stopped("link", "", failing(code))
+    if ends == "new":
+        assert small.change("apply", kind).warnings == ()
+    else:
+        with pytest.raises(BundleError, match=os.strerror(code)):
+            small.change("apply", kind)
+    assert small.where("apply") == ends
+
+
+def test_a_folder_that_the_disk_does_not_remove_leaves_the_run_to_be_recovered(small: Scene) -> None:
+    small.start("revert")
+    with pytest.raises(BundleError) as caught:
+        small.change("revert", stopped("rmdir", toys.HOME, failing(errno.EIO)))
+    assert caught.value.exit_code == Exit.RECOVERY_NEEDED
+    assert small.recover(False) == "new"
+    assert small.where("revert") == "new"
+
+
 def test_a_folder_that_somebody_removed_first_is_no_warning(small: Scene) -> None:
     small.start("revert")
     outcome = small.change("revert", stopped("rmdir", toys.HOME, (small.tree / NOTES).parent.rmdir))
