@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,8 +55,10 @@ def folder(place: Path) -> Iterator[Making]:
     if not place.parent.is_dir():
         raise BundleError(Reason.OUTPUT, str(place), expected="a folder to make it in", found=f"no {place.parent}")
     with _stopped_as_by_hand():
-        made = Making(Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".partial", dir=place.parent)))
+        # Named before it is there: who is stopped right after it came to be must know what to remove.
+        made = Making(place.parent / f".{place.name}.{secrets.token_hex(4)}.partial")
         try:
+            made.path.mkdir(0o700)
             yield made
             if made.wanted:
                 umask = os.umask(0)
