@@ -230,7 +230,7 @@ def spots(file: Path) -> dict[str, int]:
     """A place in the bytes of each kind of member, and in the digest."""
     data = file.read_bytes()
     text = {
-        "tool": b"def main_node",
+        "tool": b"class BundleError",
         "package": b"class PatchSet",
         "source": b"def start(): ...",
         "lock": b'"artifacts"',
