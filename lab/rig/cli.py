@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import click
 
-from lab.rig import bits, deployment, environment, faults, lists, runner, table, trees
+from lab.rig import bits, deployment, engine, environment, faults, lists, ports, runner, table, trees
 from lab.rig import boot as boots
 from lab.rig import scenario as scenarios
 from lab.rig.client import Request, Route, prompts, send_all
@@ -69,6 +70,9 @@ def verb(name: str) -> Callable[[Callable[..., int]], Callable[..., None]]:
                 code = function(output, **options)
             except RigError as error:
                 output.end(REFUSED, error)
+            except OSError as error:
+                # A cache folder that cannot be made, a file that cannot be read, a disk that is full.
+                output.end(REFUSED, RigError("system", str(error)))
             else:
                 output.end(code)
 
@@ -126,17 +130,27 @@ def _runs() -> list[Path]:
     return sorted(folder for folder in deployment.runs_folder().glob("*") if (folder / STATE).is_file())
 
 
-def _running() -> list[Path]:
-    return [folder for folder in _runs() if deployment.read_state(folder)["phase"] in ("starting", "ready")]
+def _phase(folder: Path) -> str:
+    """The phase of a run, ``unreadable`` where its state is damaged: one bad folder must not hide the others."""
+    try:
+        return str(deployment.read_state(folder)["phase"])
+    except RigError:
+        return "unreadable"
 
 
-def _run_folder(name: str | None) -> Path:
+def _running(left_alone: bool = False) -> list[Path]:
+    """Runs that go on; with ``left_alone`` those that `up` left running, without those of a command at work."""
+    running = [folder for folder in _runs() if _phase(folder) in ("starting", "ready")]
+    return [folder for folder in running if not (left_alone and deployment.read_state(folder).get("tied"))]
+
+
+def _run_folder(name: str | None, left_alone: bool = False) -> Path:
     """The folder of the run called ``name``, or of the only one that runs.
 
     Raises:
         RigError: kind ``state``; there is no such run, or none runs, or several do.
     """
-    running = _running()
+    running = _running(left_alone)
     if name is None and len(running) == 1:
         return running[0]
     if name is None and running:
@@ -152,14 +166,14 @@ def _run_folder(name: str | None) -> Path:
 
 @main.command()
 @click.option("--boot", "boot_name", default="pair", help="Which engines (lab/rig/boots).")
-@click.option("--port", type=int, default=0, help="Port of the router; a free one if not given.")
-@click.option("--limit", type=float, default=600.0, help="Seconds within which all must be ready.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of the router; a free one if not given.")
+@click.option("--limit", type=click.FloatRange(1.0), default=600.0, help="Seconds within which all must be ready.")
 @tree_options
 @verb("up")
 def up(
     output: Output,
     boot_name: str,
-    port: int,
+    port: int | None,
     limit: float,
     prefill_root: Path | None,
     decode_root: Path | None,
@@ -168,8 +182,14 @@ def up(
 ) -> int:
     """Start a deployment from the trees as they stand, and leave it running."""
     which = boots.load(boot_name)
+    if port is not None:
+        if not which.routers:
+            raise RigError("port", f"boot {which.name} has no router that could take port {port}")
+        ports.need_free(port)
+    engine.need_router(router)
+    runner.need(which)
     found = _as_they_stand(output, which, prefill_root, decode_root, allow_drift)
-    router_port = {which.routers[0].name: port} if port and which.routers else {}
+    router_port = {which.routers[0].name: port} if port is not None else {}
     running = runner.start(which, found, router, tied=False, say=output.progress, ports_for=router_port, limit=limit)
     folder = running.deployment.folder
     output.result = {"run": folder.name, "logs": str(folder / "logs"), **running.deployment.state()}
@@ -187,6 +207,9 @@ def status(output: Output, run: str | None) -> int:
     folders = [_run_folder(run)] if run else _runs()
     shown = 0
     for folder in folders:
+        if run is None and _phase(folder) == "unreadable":
+            output.progress(f"{folder} holds no readable state; it may be deleted")
+            continue
         state = deployment.read_state(folder)
         if run is None and state["phase"] not in ("starting", "ready", "lost"):
             continue
@@ -206,10 +229,12 @@ def status(output: Output, run: str | None) -> int:
 @verb("down")
 def down(output: Output, run: str | None) -> int:
     """End a deployment that `up` started, and nothing else."""
-    if run is None and not _running():
-        output.say("nothing runs")
+    if run is None and not _running(left_alone=True):
+        output.say("nothing runs that `up` started" if _running() else "nothing runs")
         return NOTHING
-    folder = _run_folder(run)
+    folder = _run_folder(run, left_alone=True)
+    if deployment.read_state(folder).get("tied") and folder in _running():
+        raise RigError("state", f"{folder.name} belongs to a command that is at work, and ends with it")
     ended = deployment.end(folder)
     output.result = {"run": folder.name, "ended": ended}
     output.say(f"{folder.name}: {'ended' if ended else 'was not running'}")
@@ -250,6 +275,8 @@ def smoke(
     which = boots.load(boot_name)
     if not which.routers:
         raise RigError("scenario", f"boot {which.name} has no router")
+    engine.need_router(router)
+    runner.need(which)
     found = _as_they_stand(output, which, prefill_root, decode_root, allow_drift)
     running = runner.start(which, found, router, say=output.progress)
     try:
@@ -335,6 +362,10 @@ def compare(
 
     A patched tree that is not named is made from this repository's own series.
     """
+    if which and names:
+        raise click.UsageError("name scenarios or a --list, not both")
+    if out is not None and not (out.parent.is_dir() and os.access(out if out.exists() else out.parent, os.W_OK)):
+        raise click.UsageError(f"--out {out} cannot be written")
     if sum(map(bool, (gates_off, twice, fault))) > 1:
         raise click.UsageError("--gates-off, --twice and --fault are three questions: ask one at a time")
     entries = _entries(names, which)
@@ -353,6 +384,10 @@ def compare(
     wanted = {tree for entry in entries for tree in entry.boot.trees(runner.needed(entry.boot, entry.scenarios))}
     if gates_off:
         wanted = {(role, kind) for role, _ in wanted for kind in ("stock", "patched")}
+    engine.need_router(router)
+    for entry in entries:
+        # All of them now: a boot that cannot be is not to end a run that has gone on for half an hour.
+        runner.need(entry.boot, runner.needed(entry.boot, entry.scenarios))
     found = trees.gather(named, wanted, allow_drift, output.progress)
     reports: list[runner.Report] = []
     for entry in entries:

@@ -27,6 +27,8 @@ from lab.rig.tree import REPOSITORY
 # Proportional set sizes that were seen with the tiny models: an engine with what its ranks share, and each rank.
 MEMORY_PER_ENGINE = 1_000_000_000
 MEMORY_PER_RANK = 400_000_000
+# Logs, state and compiled Python of one run.
+DISK = 1_000_000_000
 _EVENT = re.compile(r"rig: (\S+)(.*)")
 _PAIR = re.compile(r"(\w+)=(\S+)")
 
@@ -238,8 +240,12 @@ def read_state(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
         keeper = state["keeper"]
         alive = leash.start_time(int(keeper["pid"])) == keeper["start_time"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RigError("state", f"no deployment in {folder} ({error})") from error
+        if missing := {"phase", "reason", "tail"} - set(state):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        if not all("pid" in member for member in state["members"].values()):
+            raise ValueError("a member lacks its process")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RigError("state", f"no deployment in {folder} ({error!r})") from error
     if state["phase"] in ("starting", "ready") and not alive:
         state["phase"] = "lost"
     return state
@@ -269,10 +275,11 @@ def end(folder: Path) -> bool:
         return True
     ended = False
     for member in state["members"].values():
-        started = member["start_time"]
+        started = member.get("start_time")
         if started is not None and leash.start_time(member["pid"]) == started:
             for one in [*leash.descendants(member["pid"]), member["pid"]]:
-                os.kill(one, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
             ended = True
     return ended
 

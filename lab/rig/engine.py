@@ -175,6 +175,20 @@ def engine_spec(engine: Engine, folder: Path, hooks: Sequence[str] = HOOKS) -> S
     )
 
 
+def need_router(build: str) -> None:
+    """Refuse what cannot be a router; see ``router_package``.
+
+    Raises:
+        RigError: kind ``router``.
+    """
+    path = Path(build).resolve()
+    package = (path / "sglang_router" / "__init__.py").is_file()
+    if build not in ("wheel", "stock", "patched") and not package and not (path.is_file() and path.suffix == ".so"):
+        raise RigError(
+            "router", f"{build} is neither 'wheel', nor a folder with sglang_router/, nor a compiled library"
+        )
+
+
 def router_package(build: str, folder: Path, python: Path) -> Path | None:
     """The folder to put on PYTHONPATH for the router ``build``; ``None`` for the published wheel's.
 
@@ -186,6 +200,7 @@ def router_package(build: str, folder: Path, python: Path) -> Path | None:
     Raises:
         RigError: kind ``router``; there is nothing of the kind, or it cannot be built.
     """
+    need_router(build)
     if build == "wheel":
         return None
     if build in ("stock", "patched"):
@@ -200,17 +215,15 @@ def router_package(build: str, folder: Path, python: Path) -> Path | None:
     path = Path(build).resolve()
     if (path / "sglang_router" / "__init__.py").is_file():
         return path
-    if path.is_file() and path.suffix == ".so":
-        stock = next(iter(python.parent.parent.glob("lib/python3*/site-packages/sglang_router")), None)
-        if stock is None:
-            raise RigError("router", f"{python.parent.parent} holds no sglang_router package")
-        package = folder / "router" / "sglang_router"
-        package.mkdir(parents=True)
-        for source in stock.glob("*.py"):
-            (package / source.name).write_bytes(source.read_bytes())
-        (package / "sglang_router_rs.abi3.so").write_bytes(path.read_bytes())
-        return package.parent
-    raise RigError("router", f"{build} is neither 'wheel', nor a folder with sglang_router/, nor a compiled library")
+    stock = next(iter(python.parent.parent.glob("lib/python3*/site-packages/sglang_router")), None)
+    if stock is None:
+        raise RigError("router", f"{python.parent.parent} holds no sglang_router package")
+    package = folder / "router" / "sglang_router"
+    package.mkdir(parents=True)
+    for source in stock.glob("*.py"):
+        (package / source.name).write_bytes(source.read_bytes())
+    (package / "sglang_router_rs.abi3.so").write_bytes(path.read_bytes())
+    return package.parent
 
 
 def refuser_spec(name: str, port: int, engine: Engine, status: int, seconds: float) -> Spec:

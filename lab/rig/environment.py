@@ -57,6 +57,8 @@ class Environment:
 
 
 ENVIRONMENTS = {release: Environment(release) for release in ("0.5.17", "0.5.19")}
+# Interpreters whose packages this process has compared with their pins.
+_SEEN: set[Path] = set()
 
 
 def need_python(version: tuple[int, ...] = tuple(sys.version_info[:2])) -> None:
@@ -111,7 +113,12 @@ def _move_scripts(work: Path, final: Path) -> None:
 def installed(python: Path) -> dict[str, str]:
     """Package name to version as the interpreter ``python`` sees them, names in lower case with dashes."""
     code = "import importlib.metadata as m\nfor d in m.distributions(): print(d.metadata['Name'] + '==' + d.version)"
-    done = subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise RigError(
+            "environment", f"{python} does not run: {error.strerror}; delete {python.parent.parent}"
+        ) from error
     if done.returncode != 0:
         raise RigError("environment", f"{python} does not run: {done.stderr.strip()[-200:]}")
     return {name.lower().replace("_", "-"): version for name, version in _PINNED.findall(done.stdout)}
@@ -137,6 +144,7 @@ def ensure(release: str, say: Callable[[str], None] = lambda text: None) -> Path
     """Return the interpreter of the environment for ``release``, made first if it is not in the cache.
 
     Everything is installed by hash and without looking at dependencies, so nothing can be replaced by something newer.
+    What somebody else replaced since is seen: the first call of a process compares every version with its pin.
 
     Raises:
         RigError: kinds ``python``, ``library``, ``disk``, ``environment``.
@@ -157,4 +165,7 @@ def ensure(release: str, say: Callable[[str], None] = lambda text: None) -> Path
         check(environment, work / "bin" / "python")
 
     cache.ensure(f"environments/{release}", environment.digest, build, DISK)
+    if environment.python not in _SEEN:
+        check(environment, environment.python)
+        _SEEN.add(environment.python)
     return environment.python

@@ -195,6 +195,7 @@ class Keeper:
             "phase": self.phase,
             "reason": self.reason,
             "tail": self.tail,
+            "tied": self.tied,
             "keeper": {"pid": os.getpid(), "start_time": leash.start_time(os.getpid())},
             "members": {
                 name: {

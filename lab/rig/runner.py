@@ -147,6 +147,22 @@ def make_engine(part: Part, trees: Trees, pythons: Mapping[str, Path], port: int
     )
 
 
+def need(boot: Boot, only: set[str] | None = None) -> None:
+    """Refuse a boot that this machine cannot hold, or whose models are damaged. Starts nothing.
+
+    Args:
+        only: names of the members that are needed; all when ``None``.
+
+    Raises:
+        RigError: kinds ``memory``, ``disk``, ``model``.
+    """
+    parts = [part for part in boot.parts if only is None or part.name in only]
+    deployment.need_memory(len(parts), sum(part.tp for part in parts))
+    cache.need_disk(deployment.runs_folder(), deployment.DISK, "a run")
+    for model in sorted({part.model for part in parts}):
+        models.ensure(model, cache.ensure)
+
+
 def start(
     boot: Boot,
     trees: Trees,
@@ -169,18 +185,19 @@ def start(
     Raises:
         RigError: kinds ``memory``, ``port``, ``environment``, ``crash`` and others.
     """
+    need(boot, only)
     parts = [part for part in boot.parts if only is None or part.name in only]
     routers = [part for part in boot.routers if only is None or part.name in only]
     refusers = [part for part in boot.refusers if only is None or part.name in only]
-    deployment.need_memory(len(parts), sum(part.tp for part in parts))
     roles = {part.role for part in parts} | ({"decode"} if routers else set())
     pythons = {role: environment.ensure(RELEASES[role], say) for role in sorted(roles)}
-    folder = deployment.new_folder(boot.name)
+    for port in (ports_for or {}).values():
+        ports.need_free(port)
     chosen = ports.free(2 * len(parts) + 2 * len(routers) + len(refusers))
     for place, name in enumerate([part.name for part in parts] + [part.name for part in routers]):
         if ports_for and name in ports_for:
-            ports.need_free(ports_for[name])
             chosen[2 * place] = ports_for[name]
+    folder = deployment.new_folder(boot.name)
     engines: dict[str, engine.Engine] = {}
     specs = []
     for index, part in enumerate(parts):

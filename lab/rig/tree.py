@@ -47,7 +47,7 @@ def find(role: str, root: Path) -> Tree:
     for name in ("_version.py", "version.py"):
         path = package / name
         if path.is_file():
-            match = _VERSION.search(path.read_text(encoding="utf-8"))
+            match = _VERSION.search(path.read_text(encoding="utf-8", errors="replace"))
             if match:
                 version = match.group(1)
                 break
@@ -63,20 +63,24 @@ def record_differences(tree: Tree) -> list[str]:
         return ["no RECORD"]
     listed: set[str] = set()
     wrong: list[str] = []
-    with records[0].open(encoding="utf-8", newline="") as source:
-        for path, digest, _ in csv.reader(source):
-            listed.add(path)
-            if not digest or not path.startswith("sglang/"):
-                continue
-            name, _, value = digest.partition("=")
-            try:
-                data = (tree.root / path).read_bytes()
-            except OSError:
-                wrong.append(path + " is missing")
-                continue
-            found = base64.urlsafe_b64encode(hashlib.new(name, data).digest()).rstrip(b"=").decode()
-            if found != value:
-                wrong.append(path + " is changed")
+    text = records[0].read_text(encoding="utf-8", errors="replace")
+    for row in csv.reader(text.splitlines()):
+        path, digest, *_ = (*row, "", "")
+        listed.add(path)
+        if not digest or not path.startswith("sglang/"):
+            continue
+        name, _, value = digest.partition("=")
+        if name != "sha256":
+            wrong.append(path + " has no SHA-256 in RECORD")
+            continue
+        try:
+            data = (tree.root / path).read_bytes()
+        except OSError:
+            wrong.append(path + " is missing")
+            continue
+        found = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        if found != value:
+            wrong.append(path + " is changed")
     for file in (tree.root / "sglang").rglob("*.py"):
         name = file.relative_to(tree.root).as_posix()
         if name not in listed:

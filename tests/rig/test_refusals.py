@@ -17,7 +17,21 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lab.rig import boot, cache, client, deployment, engine, environment, leash, ports, runner, table, tree, trees
+from lab.rig import (
+    boot,
+    cache,
+    client,
+    deployment,
+    engine,
+    environment,
+    leash,
+    models,
+    ports,
+    runner,
+    table,
+    tree,
+    trees,
+)
 from lab.rig.cli import main
 from lab.rig.errors import RigError
 from lab.rig.standins import patches, targets
@@ -108,6 +122,28 @@ def test_drift_is_refused_with_the_file_unless_it_is_allowed(
 
 
 @pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        (b"alone\n", "is extra"),
+        (b"sglang/__init__.py,md5=x,0\n", "has no SHA-256"),
+        (b"\xff\xfe\n", "is extra"),
+    ],
+)
+def test_a_damaged_record_is_drift_and_no_traceback(tmp_path: Path, record: bytes, told: str) -> None:
+    root = make_tree(tmp_path / "t")
+    (root / "sglang-0.5.17.dist-info/RECORD").write_bytes(record)
+    with pytest.raises(RigError, match=told):
+        tree.recognise(tree.find("decode", root), allow_drift=False, checker=tmp_path / "none")
+
+
+def test_a_version_file_that_is_no_text_is_an_unknown_release(tmp_path: Path) -> None:
+    (make_tree(tmp_path) / "sglang" / "_version.py").write_bytes(b"version = '\xff'\n")
+    with pytest.raises(RigError, match="decode needs") as caught:
+        tree.find("decode", tmp_path)
+    assert caught.value.kind == "tree"
+
+
+@pytest.mark.parametrize(
     ("code", "level"),
     [
         ("print('holds:   sglang-0.5.17 at level 1 (dcp-retract-index)')", "dcp-retract-index"),
@@ -160,6 +196,24 @@ def test_a_stand_in_that_hides_a_patch_is_refused_before_anything_starts(
     assert caught.value.kind == "stand-in"
     _change(base)
     trees.gather({("decode", "patched"): root}, {("decode", "patched")}, allow_drift=True)
+
+
+@pytest.mark.parametrize("text", [b"def (:\n", b"x = 1\0\n", b"\xff\n"])
+def test_a_tree_that_may_drift_and_is_no_python_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    target = StandIn("sglang.srt.server_args:x", "checks:YES", "set", "check", "x", "x", "x")
+    monkeypatch.setattr(targets, "for_version", lambda version: (target,))
+    monkeypatch.setattr(trees, "_packages", lambda role, say: tmp_path)
+    base, root = make_tree(tmp_path / "base"), make_tree(tmp_path / "t")
+    (root / "sglang/srt/server_args.py").write_bytes(text)
+    monkeypatch.setattr(trees, "stock", lambda role, say: base)
+    for read in ((target,), ()):
+        # The check of targets reads it; where no target lies in it, the comparison with the patches does.
+        monkeypatch.setattr(targets, "for_version", lambda version, read=read: read)
+        with pytest.raises(RigError, match="no Python") as caught:
+            trees.gather({("decode", "patched"): root}, {("decode", "patched")}, allow_drift=True)
+        assert caught.value.kind == "stand-in"
 
 
 # cache
@@ -254,12 +308,36 @@ def test_a_replaced_torch_is_named_first(monkeypatch: pytest.MonkeyPatch) -> Non
         environment.check(one, Path("x/bin/python"))
 
 
+def test_a_torch_that_was_replaced_since_is_refused_by_every_verb_that_starts_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = environment.ENVIRONMENTS["0.5.17"]
+    one.folder.mkdir(parents=True)
+    monkeypatch.setattr(environment, "need_python", lambda: None)
+    monkeypatch.setattr(environment, "need_libraries", lambda: None)
+    names = {name.lower().replace("_", "-").replace(".", "-"): version for name, version in one.pins.items()}
+    monkeypatch.setattr(environment, "installed", lambda python: {**names, "torch": "2.13.0"})
+    with pytest.raises(RigError, match=r"torch 2\.13\.0 instead of 2\.11\.0"):
+        environment.ensure("0.5.17")
+    asked: list[Path] = []
+
+    def installed(python: Path) -> dict[str, str]:
+        asked.append(python)
+        return names
+
+    monkeypatch.setattr(environment, "installed", installed)
+    assert environment.ensure("0.5.17") == environment.ensure("0.5.17") == one.python
+    assert asked == [one.python]
+
+
 def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
     broken.chmod(0o755)
     with pytest.raises(RigError, match="does not run: broken"):
         environment.installed(broken)
+    with pytest.raises(RigError, match="does not run: No such file"):
+        environment.installed(tmp_path / "none" / "bin" / "python")
 
 
 def test_a_list_that_changed_is_another_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -412,7 +490,7 @@ def run_cli(*words: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(text[text.index("{") :]) if "{" in text else {}
 
 
-def make_run(name: str, phase: str) -> str:
+def make_run(name: str, phase: str, tied: bool = False) -> str:
     """A folder as a keeper leaves it; this process stands for the keeper of a run that goes on."""
     folder = deployment.new_folder(name)
     pid = os.getpid()
@@ -420,6 +498,7 @@ def make_run(name: str, phase: str) -> str:
         "phase": phase,
         "reason": "",
         "tail": [],
+        "tied": tied,
         "keeper": {"pid": pid, "start_time": leash.start_time(pid)},
         "members": {},
     }
@@ -448,6 +527,91 @@ def test_of_several_that_run_one_must_be_named() -> None:
     make_run("c", "stopped")
     code, told = run_cli("down")
     assert code == 1 and told["error"]["message"] == f"several run, name one: {', '.join(names)}"
+
+
+def test_a_run_of_a_command_at_work_is_not_ended_by_down() -> None:
+    """`compare` in another clone shares the cache folder; here this very process would get the signal."""
+    name = make_run("x", "ready", tied=True)
+    assert run_cli("status")[0] == 0
+    assert run_cli("down")[0] == 3
+    assert CliRunner().invoke(main, ["down"]).stdout == "nothing runs that `up` started\n"
+    code, told = run_cli("down", name)
+    assert (code, told["error"]["error"]) == (1, "state") and "ends with it" in told["error"]["message"]
+    left = make_run("y", "ready")
+    state = json.loads((deployment.runs_folder() / left / "state.json").read_text())
+    state["keeper"]["start_time"] = -1
+    (deployment.runs_folder() / left / "state.json").write_text(json.dumps(state))
+    assert run_cli("down")[0] == 3, "what `up` left is gone, and the other is still not touched"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"keeper": {"pid": 1, "start_time": 3}}', '{"keeper": 1}'])
+def test_a_damaged_state_is_named_and_does_not_hide_what_runs(text: str) -> None:
+    damaged = deployment.new_folder("damaged")
+    (damaged / "state.json").write_text(text)
+    assert run_cli("status")[0] == 3
+    name = make_run("x", "ready")
+    code, told = run_cli("status")
+    assert code == 0 and list(told["result"]) == [name]
+    for verb in ("status", "down"):
+        code, told = run_cli(verb, damaged.name)
+        assert (code, told["error"]["error"]) == (1, "state")
+
+
+@pytest.mark.parametrize(
+    "words", [["status"], ["down"], ["env", "--check"], ["up"], ["smoke"], ["compare", "mla-router"]]
+)
+def test_a_cache_folder_that_cannot_be_is_a_named_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PATCHBUNDLE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(deployment, "need_memory", lambda engines, ranks: None)
+    code, told = run_cli(*words)
+    if words[0] in ("status", "down"):
+        assert code == 3
+    else:
+        assert code == 1 and told["error"]["error"] in ("system", "environment")
+
+
+def test_a_port_that_is_taken_or_nobodys_a_router_and_a_model_are_refused_before_a_tree_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trees, "gather", lambda *_, **__: pytest.fail("looked at trees"))
+    monkeypatch.setattr(deployment, "need_memory", lambda engines, ranks: None)
+    with socket.socket() as holder:
+        holder.bind((ports.HOST, 0))
+        holder.listen()
+        code, told = run_cli("up", f"--port={holder.getsockname()[1]}")
+    assert (code, told["error"]["error"]) == (1, "port")
+    code, told = run_cli("up", "--boot=pack", "--port=20001")
+    assert (code, told["error"]["error"]) == (1, "port")
+    for words in (["up"], ["smoke"], ["compare", "mla-router"]):
+        code, told = run_cli(*words, "--router=README.md")
+        assert (code, told["error"]["error"]) == (1, "router")
+    model = boot.load("glm-dsa").parts[0].model
+    (models.ensure(model, cache.ensure) / "config.json").write_text("{}")
+    # Of two boots the second one's model is damaged: the first is not started either.
+    code, told = run_cli("compare", "mla-router", "glm-dsa-cache")
+    assert (code, told["error"]["error"]) == (1, "model") and "config.json is damaged" in told["error"]["message"]
+
+
+def test_of_a_list_the_boot_that_needs_more_memory_than_there_is_ends_it_before_the_first_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trees, "gather", lambda *_, **__: pytest.fail("looked at trees"))
+    most = max(sum(part.tp for part in boot.load(name).parts) for name in ("mla", "cp8"))
+
+    def need(engines: int, ranks: int) -> None:
+        if ranks >= most:
+            raise RigError("memory", "too little")
+
+    monkeypatch.setattr(deployment, "need_memory", need)
+    code, told = run_cli("compare", "mla-router", "cp8")
+    assert (code, told["error"]["error"]) == (1, "memory")
+    monkeypatch.setattr(deployment, "need_memory", lambda engines, ranks: None)
+    monkeypatch.setattr(deployment, "DISK", 10**18)
+    code, told = run_cli("compare", "mla-router")
+    assert (code, told["error"]["error"]) == (1, "disk")
 
 
 def test_a_run_that_has_ended_is_named_and_nothing_is_touched() -> None:
@@ -485,6 +649,11 @@ def test_a_refusal_is_exit_code_1_with_its_kind(words: list[str], kind: str) -> 
     [
         ["fly"],
         ["up", "--port", "x"],
+        ["up", "--port", "0"],
+        ["up", "--port", "65536"],
+        ["up", "--limit", "0"],
+        ["compare", "mla-router", "--list", "short"],
+        ["compare", "mla-router", "--out", "/nothing/here.json"],
         ["compare", "--list", "none"],
         ["env", "--release", "1"],
         ["compare", "bounded-pack", "--fault", "pack-row-map", "--twice"],

@@ -80,8 +80,12 @@ def check(role: str, stock: Path, patched: Path) -> None:
     """Refuse to go on if a stand-in hides a patch of the tree ``patched``.
 
     Raises:
-        StandInConflict: names every such stand-in.
+        StandInConflict: names every such stand-in; or a changed file is no Python, so that nobody can tell.
     """
-    found = conflicts(touched_by(stock, patched), for_version(ROLES[role]))
+    try:
+        changed = touched_by(stock, patched)
+    except (SyntaxError, ValueError) as error:
+        raise StandInConflict(f"{patched}: a changed file is no Python ({error})") from error
+    found = conflicts(changed, for_version(ROLES[role]))
     if found:
         raise StandInConflict("; ".join(found))

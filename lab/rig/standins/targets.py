@@ -91,7 +91,10 @@ def _problem(entry: StandIn, roots: list[str | Path], parsed: dict[Path, ast.Mod
     if path is None:
         return f"{entry.target}: no module {entry.module}"
     if path not in parsed:
-        parsed[path] = ast.parse(path.read_bytes())
+        try:
+            parsed[path] = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError) as error:
+            return f"{entry.target}: {path} is no Python ({error})"
     theirs = _find(parsed[path], entry.name)
     if entry.how == "add":
         # A module may define it in a branch that is not taken here; its class must be there.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,18 +13,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lab.rig.standins import (
     SITE,
     checks,
     cuda,
     environment,
+    flash_attention,
     groups,
     hook,
+    indexer,
     patches,
     staging,
     start,
@@ -557,8 +561,38 @@ def test_the_pack_buffer_is_host_memory_also_when_the_device_is_named() -> None:
     assert seen == [(64, "cpu", 1, None), (64, "cpu", 1, "p")]
 
 
+def test_calls_to_a_device_or_a_driver_that_is_not_there_take_what_they_are_given_and_do_nothing() -> None:
+    data = torch.arange(3)
+    checks.load_nothing()
+    cuda.set_device("cuda:3")
+    cuda.synchronize("cuda:0")
+    cuda.record_stream(data, cuda.current_stream())
+    flash_attention.no_schedule(batch_size=2, max_seqlen_q=1)
+    assert data.tolist() == [0, 1, 2]
+
+
+def test_overlap_stays_as_the_arguments_say() -> None:
+    arguments = SimpleNamespace(disable_overlap_schedule=False)
+    checks.allow_overlap(arguments)
+    assert vars(arguments) == {"disable_overlap_schedule": False}
+
+
+def test_the_index_logits_stand_under_the_names_of_their_kernels_with_a_split_that_is_copied() -> None:
+    ours = indexer.deep_gemm
+    assert ours.fp8_mqa_logits is indexer.mqa_logits and ours.fp8_paged_mqa_logits is indexer.paged_mqa_logits
+    split = ours.get_paged_mqa_logits_metadata(torch.tensor([[5]]), 64, ours.get_num_sms())
+    assert split.shape == (9, 2) and split.dtype == torch.int32 and not split.any()
+
+
+def test_no_stand_in_is_without_a_test() -> None:
+    """Every one of ours is named in a test of its own; what the tests then ask is in them."""
+    text = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_*.py")))
+    ours = {entry.by.partition(":")[2] for entry in table.TABLE if entry.by}
+    assert not sorted(name for name in ours if not re.search(rf"\b{name}\b", text))
+
+
 def test_plain_answers() -> None:
-    assert checks.is_cuda() is True
+    assert checks.is_cuda() is checks.YES is True
     assert checks.no_pdl() is False
     assert checks.no_fused_store(1, 2, 3) is False
     box: Any = type(
