@@ -403,6 +403,10 @@ def compare(
             runner.run_boot(entry.boot, entry.scenarios, found, router, output.progress, planted if fault else None)
         )
         _tell(output, reports[told:])
+    if which == "short":
+        for report in (one for one in reports if one.memory > lists.MOST_MEMORY):
+            hold = f"memory <= {lists.MOST_MEMORY >> 20} MiB"
+            report.lines.append(runner.Line("the short list", hold, report.memory >> 20, False))
     for line in (*table.requests(reports), "", *table.lines(reports)):
         output.say(line)
     green = all(report.green for report in reports)

@@ -53,17 +53,36 @@ def parse_events(text: str) -> list[Event]:
     return found
 
 
-def need_memory(engines: int, ranks: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+def available_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that processes may still take: the machine's, or less where a control group (v2) has a limit.
+
+    Raises:
+        RigError: kind ``memory``; the kernel does not tell.
+    """
+    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text(encoding="ascii"))
+    if match is None:
+        raise RigError("memory", f"{meminfo} does not tell how much memory is available")
+    available = int(match.group(1)) * 1024
+    # A machine without such a group has no such files, one without a limit says "max".
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        counts = {name: int(number) for name, number in lines}
+        cached = counts["active_file"] + counts["inactive_file"]
+        available = min(available, limit - used + cached)
+    return available
+
+
+def need_memory(
+    engines: int, ranks: int, meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")
+) -> None:
     """Refuse to start more engines, with so many ranks together, than the memory holds.
 
     Raises:
         RigError: kind ``memory``, with the number needed and the number available.
     """
     needed = engines * MEMORY_PER_ENGINE + ranks * MEMORY_PER_RANK
-    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text(encoding="ascii"))
-    if match is None:
-        raise RigError("memory", f"{meminfo} does not tell how much memory is available")
-    available = int(match.group(1)) * 1024
+    available = available_memory(meminfo, group)
     if available < needed:
         raise RigError(
             "memory",

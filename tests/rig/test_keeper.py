@@ -253,11 +253,26 @@ def test_too_little_memory_is_refused_with_both_numbers(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9999999999 kB\nMemAvailable:    1000000 kB\n")
     with pytest.raises(RigError, match=r"need 1\.8 GB of memory, 1\.0 GB") as caught:
-        deployment.need_memory(1, 2, meminfo)
+        deployment.need_memory(1, 2, meminfo, tmp_path)
     assert caught.value.kind == "memory"
     meminfo.write_text("nothing")
     with pytest.raises(RigError, match="does not tell"):
-        deployment.need_memory(1, 1, meminfo)
+        deployment.need_memory(1, 1, meminfo, tmp_path)
+
+
+def test_the_limit_of_a_control_group_counts_and_what_it_has_cached_does_not(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 9000000 kB\n")
+    for limit, current, available in (("max", 7, 9_216_000_000), ("1000", 700, 550), ("99999999999", 1, 9_216_000_000)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{current}\n")
+        (tmp_path / "memory.stat").write_text("anon 450\nactive_file 200\ninactive_file 50\n")
+        assert deployment.available_memory(meminfo, tmp_path) == available
+    (tmp_path / "memory.max").write_text("1000\n")
+    with pytest.raises(RigError, match=r"need 1\.4 GB of memory, 0\.0 GB"):
+        deployment.need_memory(1, 1, meminfo, tmp_path)
+    (tmp_path / "memory.stat").unlink()
+    deployment.need_memory(1, 1, meminfo, tmp_path)
 
 
 def test_events_are_read_from_a_log_with_other_lines_in_it() -> None:

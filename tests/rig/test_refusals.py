@@ -25,6 +25,7 @@ from lab.rig import (
     engine,
     environment,
     leash,
+    lists,
     models,
     ports,
     runner,
@@ -612,6 +613,20 @@ def test_of_a_list_the_boot_that_needs_more_memory_than_there_is_ends_it_before_
     monkeypatch.setattr(deployment, "DISK", 10**18)
     code, told = run_cli("compare", "mla-router")
     assert (code, told["error"]["error"]) == (1, "disk")
+
+
+@pytest.mark.parametrize(("above", "code"), [(0, 0), (1 << 20, 1)])
+def test_a_boot_of_the_short_list_that_takes_more_memory_than_allowed_is_red(
+    monkeypatch: pytest.MonkeyPatch, above: int, code: int
+) -> None:
+    line = runner.Line("s", "done(a) == 1", 1.0, True)
+    monkeypatch.setattr(runner, "need", lambda boot, only: None)
+    monkeypatch.setattr(trees, "gather", lambda *_, **__: {})
+    memory = lists.MOST_MEMORY + above
+    monkeypatch.setattr(runner, "run_boot", lambda which, *_: runner.Report(which.name, [line], memory=memory))
+    result = CliRunner().invoke(main, ["compare", "--list", "short"])
+    assert result.exit_code == code
+    assert ("memory <= 12288 MiB" in result.stdout) == bool(above)
 
 
 def test_a_run_that_has_ended_is_named_and_nothing_is_touched() -> None:
