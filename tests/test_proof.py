@@ -111,7 +111,7 @@ def test_another_file_that_is_imported_in_place_of_a_pinned_module_is_refused(wh
         (toy.tree / f"sglang/srt/engine{EXTENSION_SUFFIXES[0]}").touch()
     done = check(toy, "--json")
     assert (done.code, done.reason) == (Exit.REFUSED, "bytecode")
-    assert "in its place" in done.table["error"]["found"]
+    assert done.table["error"]["found"] == "a package or an extension of its name"
 
 
 def test_bytecode_below_a_prefix_is_what_counts_there(

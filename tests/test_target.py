@@ -301,11 +301,11 @@ def test_an_answer_of_the_right_shape_without_a_tree(toy: Toy, tmp_path: Path) -
 def test_an_interpreter_that_does_not_answer_is_left_and_ended(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(target_module, "_PATIENCE", 0.3)
+    monkeypatch.setattr(target_module, "_PATIENCE", 2.0)  # on a busy machine its first line takes a while
     began = time.monotonic()
     said = refused(toy, Reason.NO_TARGET, python=script(tmp_path, f"echo $$ > {tmp_path}/pid\n{text}"))
-    assert time.monotonic() - began < 5
-    assert said.found in ("no answer within 0 seconds", "no end within 0 seconds")
+    assert time.monotonic() - began < 10
+    assert said.found in ("no answer within 2 seconds", "no end within 2 seconds")
     assert "importlib" not in str(said)
     group = int((tmp_path / "pid").read_text())
     assert not group_lives(group)
