@@ -6,7 +6,9 @@ import base64
 import hashlib
 import json
 import os
+import runpy
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -280,6 +282,18 @@ def test_another_python_is_refused(version: tuple[int, int]) -> None:
     with pytest.raises(RigError, match=r"pinned for Python 3\.11") as caught:
         environment.need_python(version)
     assert caught.value.kind == "python"
+
+
+def test_a_python_without_the_packages_or_too_old_for_the_rig_is_told_so_in_one_line() -> None:
+    tool = tree.REPOSITORY / "tools" / "rig.py"
+    # Without its site folders an interpreter has the standard library alone.
+    done = subprocess.run([sys.executable, "-S", tool, "status", "--json"], capture_output=True, text=True, check=False)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["verb"], told["error"]["error"]) == (1, "status", "python")
+    assert "has no click and no numpy" in done.stderr and done.stderr.count("\n") == 1
+    refused = runpy.run_path(str(tool))["refused"]
+    assert refused((3, 10), ["click"]) == "the rig needs Python 3.11, this is 3.10"
+    assert refused((3, 12), []) == ""
 
 
 def test_every_pin_has_a_hash_and_torch_is_the_release_that_the_engine_needs() -> None:
