@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -104,9 +105,14 @@ def test_who_is_told_to_stop_leaves_nothing_behind(number: int, toy: Toy, tmp_pa
     tool = trees.REPOSITORY / "tools/apply.py"
     command = [sys.executable, str(tool), *map(str, words), "--platform", "linux/amd64"]
     environment = {**toy.environment, "TMPDIR": str(scratch)}
-    # Politely: on a busy machine this process must see the folder before the other one is through.
-    command = ["nice", "-n", "19", *command]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    quiet = subprocess.DEVNULL
+
+    def begin() -> None:
+        # What ran the tests may ignore a signal (nohup, a shell's background), and a child would go on ignoring it.
+        signal.signal(number, signal.SIG_DFL)
+        os.nice(19)  # on a busy machine this process must see the folder before the other one is through
+
+    with subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, preexec_fn=begin) as process:
         while not list(made.iterdir()):
             assert process.poll() is None
             time.sleep(0.005)
