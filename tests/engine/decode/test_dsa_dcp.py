@@ -7,9 +7,6 @@ and of the patched tree. A DCP group is run rank by rank in one process; attenti
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +17,7 @@ import pytest
 import torch
 
 from lab.rig.standins import attention
+from tests.engine.apart import compiled
 from tests.engine.decode.dsa_dcp_rig import (
     LATENT,
     MLA,
@@ -311,19 +309,8 @@ for size in (2, 8):
 
 
 def test_the_localisation_compiles_for_both_cards(patched: Tree, tmp_path: Path) -> None:
-    """In a process of its own: what the interpreter ran before leaves the language patched for this one's rest."""
-    kernel = patched("decode") / "sglang/srt/research/kernels/dcp_localise.py"
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(kernel)],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split("\n")[:-1] == [f"{size} {card} True" for size in (2, 8) for card in (90, 120)]
+    lines = compiled(COMPILE, patched("decode") / "sglang/srt/research/kernels/dcp_localise.py", tmp_path)
+    assert lines == [f"{size} {card} True" for size in (2, 8) for card in (90, 120)]
 
 
 # Which path a forward takes

@@ -5,9 +5,6 @@ The tree's own managers run on host memory, the gather kernel in Triton's interp
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.apart import compiled
 from tests.engine.prefill.cp_rig import TOPOLOGY
 from tests.engine.prefill.cp_rig import Tree as Layers
 from tests.engine.prefill.pack_rig import Engine, Tree, World, intact
@@ -370,17 +368,7 @@ for arch in (90, 120):
 
 def test_all_three_variants_compile_for_both_architectures_without_a_gpu(patched: Root, tmp_path: Path) -> None:
     kernel = patched("prefill") / "sglang/kernels/ops/kvcache/pd_dcp_gather.py"
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(kernel)],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines = [line.split() for line in run.stdout.splitlines()]
+    lines = [line.split() for line in compiled(COMPILE, kernel, tmp_path)]
     assert [line[:2] for line in lines] == [[a, n] for a in ("90", "120") for n in ("one", "sixteens", "other")]
     assert all(int(line[2]) > 1000 for line in lines)
     assert len({line[3] for line in lines}) == 6
