@@ -60,6 +60,8 @@ class Load:
     least: int
     ends: Counter[str] = field(default_factory=Counter)
     memory: list[tuple[int, int]] = field(default_factory=list)
+    lost: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    """When each request without an end was asked, and its script: one moment is a stall, one script a fault."""
 
     @property
     def requests(self) -> int:
@@ -99,12 +101,14 @@ async def client(bench: Bench, load: Load, dice: random.Random) -> None:
     """Ask one request after the other; a tenth of them is left by the client on the way."""
     while not load.over:
         leaves = dice.random() < 0.1
-        body = chat(dice.random() < 0.7, f"prefix {dice.randrange(8)} " * 20, **random_script(dice))
+        stream, prompt, script = dice.random() < 0.7, f"prefix {dice.randrange(8)} " * 20, random_script(dice)
+        body, asked = chat(stream, prompt, **script), time.monotonic()
         answer = await bench.ask(body, seconds=dice.random() * 0.1 if leaves else LIMIT)
         if leaves:
             load.ends["left"] += 1
         elif answer.error == "TimeoutError":
             load.ends["without an end"] += 1
+            load.lost.append((round(asked, 3), {"stream": stream, **script}))
         else:
             load.ends[answer.error or str(answer.status)] += 1
 
@@ -143,6 +147,7 @@ def half(
     return {
         "requests": load.requests,
         "ends": dict(sorted(load.ends.items())),
+        "lost": load.lost,
         "busy": seen.busy,
         "loads": loads,
         "memory": load.memory[-1][1],
