@@ -65,13 +65,18 @@ test-engine: rig-env ## tests inside the whole wheels
 
 gpu-pack: $(VENV)/test.stamp ## archives for one GPU machine without a network, into build/gpu
 	$(BIN)/python -m lab.rig.gpu.pack build/gpu
+	$(BIN)/python -m lab.rig.gpu.parts build/gpu --pack
 
 gpu-engine: ## on that machine: the real engine, stock beside patched, from build/gpu; GPUS=2: dsa-dcp beside TP2
 ifeq ($(GPUS),2)
 	$(PYTHON) -m lab.rig.gpu.two build/gpu --out evidence/engine/h200-x2.json
 else
-	$(PYTHON) -m lab.rig.gpu.engine build/gpu --out evidence/engine/h200.json
+	$(PYTHON) -m lab.rig.gpu.engine build/gpu --out evidence/engine/h200.json || failed=1; \
+	$(PYTHON) -m lab.rig.gpu.parts build/gpu --only stand-ins || failed=1; exit $${failed:-0}
 endif
+
+gpu-parts: ## on that machine: everything outside an engine, from build/gpu, into evidence/
+	$(PYTHON) -m lab.rig.gpu.parts build/gpu
 
 pyz: $(VENV)/node.stamp ## one file for a node, dist/patchbundle-VERSION.pyz: the same bytes wherever it is built
 	PYTHONPATH=tools $(BIN)/python -m lab.release pyz

@@ -105,7 +105,7 @@ def made(root: Path) -> dict[str, str]:
     return {
         PAGE: page(claims.read(root)[0], claims.older(root)[0]),
         UPSTREAM: ledger.page(ledger.read(root)[0], ledger.series(root)[0]),
-        STAND_INS: standins.text(),
+        STAND_INS: standins.text(root),
     }
 
 

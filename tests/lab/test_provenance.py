@@ -21,16 +21,18 @@ from lab.evidence.claims import StaleResult, measured
 
 ROOT = Path(__file__).parents[2]
 # Scripts whose output another one takes into its own result.
-PARTS = {"lab/rig/gpu/collectives.py", "lab/rig/gpu/dsa_parts.py"}
+PARTS = {"lab/rig/gpu/collectives.py"}
 # Writes the same fields by itself.
 ITSELF = {"benchmarks/router.py"}
-# No results: archives, series, the table's printer, a picture, a module that engines load.
+# No results: archives, series, what starts other scripts, the table's printer, a picture, a module that engines load.
 OTHERS = {
     "benchmarks/report.py",
     "benchmarks/series.py",
     "benchmarks/topk_plot.py",
     "lab/rig/gpu/__init__.py",
+    "lab/rig/gpu/convert.py",
     "lab/rig/gpu/pack.py",
+    "lab/rig/gpu/parts.py",
     "lab/rig/gpu/reference.py",
 }
 SCRIPTS = sorted(
@@ -38,7 +40,7 @@ SCRIPTS = sorted(
     for folder in ("benchmarks", "lab/rig/gpu")
     for path in (ROOT / folder).glob("*.py")
 )
-DEVICE = ["tests/device/mutate.py", "tests/device/test_exact_topk_device.py"]
+DEVICE = [f"tests/device/{name}.py" for name in ("mutate", "sanitize", "stock", "test_exact_topk_device")]
 
 
 @pytest.mark.parametrize("script", [name for name in [*SCRIPTS, *DEVICE] if name not in PARTS | OTHERS | ITSELF])

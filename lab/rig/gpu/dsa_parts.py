@@ -3,11 +3,17 @@
 Each rank's part is computed here one after the other by the real kernel on every D-th row of the cache, with the slots
 made local by the patch's own kernel, and merged by the engine's own kernel; the same kernel over the whole cache is
 what it is compared with. Scores are peaked and the ranks' shares unequal, so that a merge in the wrong base is far off.
+
+``python3 -m lab.rig.gpu.dsa_parts TREE --out FILE.json`` in a process that has the archive's library on its path, which
+``lab.rig.gpu.parts`` starts; ``TREE`` is the patched tree.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lab import provenance
 
 WIDTH, LATENT, PAGE = 576, 512, 64
 SCALE = WIDTH**-0.5
@@ -247,3 +255,41 @@ def run(flash_mla: Any, tree: Path, device: str = "cuda", *, total: int = 65_536
         for rows in ROWS
         for ranks in (2, 4)
     ]
+
+
+def rows_of(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases as every result has them, and what localising costs beside its attention."""
+    rows = []
+    for case_ in cases:
+        # JSON has no NaN.
+        one: dict[str, Any] = {
+            key: None if isinstance(it, float) and not math.isfinite(it) else it for key, it in case_.items()
+        }
+        name = f"{one['kernel']}, {one['heads']} heads, {one['rows']} rows, {one['ranks']} ranks"
+        judged = {"value": one["max_error"], "unit": "|difference| / (1 + |value|)", "must": f"<= {BOUND}"}
+        rows.append({"name": name, **judged, "holds": one["holds"], **one})
+        if "localise_us" in one:
+            share = round(one["localise_us"] / one["attention_us"], 4)
+            rows.append({"name": f"{name}: localising / attention", "value": share, "unit": "", "must": None})
+            rows[-1]["holds"] = None
+    return rows
+
+
+def main() -> int:
+    """0 when every case holds."""
+    parser = argparse.ArgumentParser(description="attention of DCP ranks, merged, beside the whole")
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    cases = run(importlib.import_module("sgl_kernel.flash_mla"), arguments.tree)
+    # Each case draws from a seed that its shape gives.
+    report = {**provenance.of(__file__, None), "rows": rows_of(cases)}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    for one in report["rows"]:
+        print({True: "holds", False: "DOES NOT HOLD", None: ""}[one["holds"]], one["name"], one["value"], sep="  ")
+    return 0 if all(one["holds"] for one in cases) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -7,6 +7,7 @@ anything, :mod:`lab.rig.standins.patches` compares it with our patches, and the 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -532,10 +533,14 @@ def rows() -> list[dict[str, object]]:
     return [dataclasses.asdict(entry) for entry in TABLE]
 
 
-def markdown() -> str:
-    """The table for the docs: one line for each stand-in, kernels first."""
+def markdown(found: Mapping[str, str]) -> str:
+    """The table for the docs: one line for each stand-in, kernels first.
+
+    Args:
+        found: by target, what the comparison with the kernel on a GPU gave.
+    """
     order = {"kernel": 0, "device": 1, "check": 2}
-    heads = ("replaced", "kind", "what does not run", "why", "what runs instead", "versions")
+    heads = ("replaced", "kind", "what does not run", "why", "what runs instead", "versions", "beside it on a GPU")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for entry in sorted(TABLE, key=lambda one: order[one.kind]):
         cells = (
@@ -545,6 +550,7 @@ def markdown() -> str:
             entry.why,
             entry.maths,
             " ".join(entry.versions),
+            found.get(entry.target, "not compared" if entry.kind == "kernel" else ""),
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -199,7 +199,7 @@ def test_no_backend_scheduler_pool_or_transfer_function_is_computed_by_us() -> N
 
 
 def test_the_docs_table_has_a_line_for_every_stand_in_and_the_rows_are_json() -> None:
-    lines = table.markdown().splitlines()
+    lines = table.markdown({}).splitlines()
     assert len(lines) == len(table.TABLE) + 2
     assert {line.count(" | ") for line in lines if "\\|" not in line} == {lines[0].count(" | "), 0}
     assert len(json.loads(json.dumps(table.rows()))) == len(table.TABLE)
