@@ -29,6 +29,7 @@ OTHERS = {
     "benchmarks/report.py",
     "benchmarks/series.py",
     "benchmarks/topk_plot.py",
+    "benchmarks/topk_tables.py",
     "lab/rig/gpu/__init__.py",
     "lab/rig/gpu/convert.py",
     "lab/rig/gpu/pack.py",

@@ -4,9 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import topk_plot
+from benchmarks import topk_plot, topk_tables
 
 
 def test_the_picture_is_that_of_the_evidence(tmp_path: Path) -> None:
     topk_plot.draw(tmp_path / "topk.svg")
     assert (tmp_path / "topk.svg").read_bytes() == topk_plot.PICTURE.read_bytes()
+
+
+def test_the_tables_are_those_of_the_evidence() -> None:
+    text = topk_tables.PAGE.read_text(encoding="utf-8")
+    assert topk_tables.replaced(text, topk_tables.tables()) == text
+    assert all(f"{made}\n" in text for made in topk_tables.tables())
+
+
+def test_another_table_takes_the_place_of_the_first_and_leaves_the_text_and_the_others() -> None:
+    text = "a\n| 1 |\n| 2 |\nb\n\n| 3 |\nc\n"
+    assert topk_tables.replaced(text, ["| x |\n| y |\n| z |"]) == "a\n| x |\n| y |\n| z |\nb\n\n| 3 |\nc\n"
+
+
+def test_what_the_profiler_did_not_tell_is_said_to_be_not_measured() -> None:
+    known = {"kernel": "stream_rows", "us": 9.5, "read_mb": 8.4, "written_mb": 0.1, "memory_rate_percent": 12.4}
+    known |= {"occupancy_percent": None, "instructions": 700000.0, "instructions_a_clock": 0.5, "registers": 64.0}
+    rows = [{"name": "1x32768", "floor": {"read_mb": 4.2}, "kernels": [known]}]
+    line = topk_tables.profile({"rows": rows}).splitlines()[2]
+    assert line == "| 1x32768 `stream_rows` | 9.5 | 2 | 0.1 | 12 | not measured | 700000 | 0.5 | 64 |"
+
+
+def test_a_claim_of_how_time_grows_holds_the_values_in_the_order_of_the_result() -> None:
+    rows = [{"name": f"{shape} randn", "value": value} for shape, value in (("64x8192", 5.9), ("1x8192", 4.9))]
+    text = topk_tables.claims({"rows": rows, "date": "2026-11-30"})
+    assert 'id = "topk-by-short-rows"' in text and "value = [5.9, 4.9]" in text and "value = [4.9]" in text

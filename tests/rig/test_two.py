@@ -56,6 +56,20 @@ def test_an_engine_that_failed_or_an_answer_that_did_makes_it_red() -> None:
     assert report(running("tp2"), running("dcp2", {"failed": "crash"}))[words] is False
 
 
+def test_an_engine_that_was_not_asked_leaves_the_answer_open() -> None:
+    words = "every engine answered everything"
+    assert report(running("tp2", {"errors": []}), running("dcp2"))[words] is None
+    assert report()[words] is None
+
+
+def test_the_capacity_is_that_of_the_logged_pools_beside_the_predicted_one() -> None:
+    pool = {"tokens": 2_097_152, "gb_as_logged": 3.08}
+    runs = {"tp2": {"pool": pool}, "dcp2": {"pool": {**pool, "gb_as_logged": 1.8}}}
+    assert two.capacity(runs) == {"predicted": two.PREDICTED, "measured": 1.711}
+    assert two.capacity({"tp2": {"pool": pool}}) is None
+    assert two.capacity({**runs, "dcp2": {"pool": {**pool, "gb_as_logged": None}}}) is None
+
+
 @pytest.mark.parametrize(("text", "holds"), [((1, 2), True), ((1, 3), False)])
 def test_a_replayed_graph_brings_the_eager_text(text: tuple[int, ...], holds: bool) -> None:
     work = [running("dcp2", replies=answers((1, 2))), running("dcp2 eager", replies=answers(text))]

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ KERNELS = "kernels-0.5.17-gpu.tar.xz"
 DSA_DCP = {"SGLANG_RESEARCH_DSA_DCP": "1"}
 CHECK = {"SGLANG_RESEARCH_DSA_DCP_CHECK": "1"}
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+# Of the latent rows a rank holds half, of the index keys all: 788 bytes a token and layer against 460.
+PREDICTED = 1.713
+# Tokens of the two pools that are compared; the logged size has two decimals.
+LARGE, SMALL = 2_097_152, 262_144
 # Log-probabilities near 5 in float32 have steps of 5e-7, and their sums over ranks round some ten times.
 ROUNDING = 1e-5
 COMPARED = re.compile(r"(\d+) rows compared across the ranks")
@@ -160,7 +164,8 @@ class OnGpu:
         argv += ["--cuda-graph-bs-decode", *map(str, GPU.step_batches)]
         argv += ["--sleep-on-idle", "--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         # A share of what is free when it starts, but few tokens: all find room beside each other.
-        argv += ["--mem-fraction-static=0.5", f"--max-total-tokens={262_144 // (2 if variant.dcp else 1)}"]
+        tokens = LARGE if variant.name in ("tp2", "dcp2") else SMALL
+        argv += ["--mem-fraction-static=0.5", f"--max-total-tokens={tokens // (2 if variant.dcp else 1)}"]
         argv += ["--context-length=131072", "--kv-cache-dtype=fp8_e4m3", f"--tp-size={variant.ranks}"]
         argv += ["--dsa-prefill-backend=flashmla_kv", "--dsa-decode-backend=flashmla_kv"]
         argv += ["--dcp-size=2"] if variant.dcp else []
@@ -233,6 +238,7 @@ class Running:
     port: int
     found: dict[str, Any] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
+    patience: float = 500.0
     is_up: threading.Event = field(default_factory=threading.Event)
     may_end: threading.Event = field(default_factory=threading.Event)
 
@@ -258,7 +264,7 @@ class Running:
             RigError: kind ``crash``.
         """
         began = time.monotonic()
-        self.deployment.up(500)
+        self.deployment.up(self.patience)
         self.found["ready_s"] = round(time.monotonic() - began, 1)
         first = client.send(Route(self.port), Request(client.prompts(7, 1, 40)[0], 2), timeout=400.0)
         self.found["first_token_s"] = round(time.monotonic() - began, 1)
@@ -383,6 +389,23 @@ def compared(work: Sequence[Running]) -> list[dict[str, Any]]:
     return found
 
 
+def answered(runs: Iterable[Mapping[str, Any]]) -> bool | None:
+    """Whether all did; None where none failed and one was not asked."""
+    held = list(runs)
+    if any(run.get("failed") or run.get("errors") for run in held):
+        return False
+    return True if held and all("errors" in run for run in held) else None
+
+
+def capacity(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How many times as many tokens DCP2 holds in the memory of a rank, from the pools that the engines logged."""
+    pools = [runs.get(name, {}).get("pool") or {} for name in ("tp2", "dcp2")]
+    if not all(pool.get("tokens") and pool.get("gb_as_logged") for pool in pools):
+        return None
+    tokens_a_gb = [pool["tokens"] / pool["gb_as_logged"] for pool in pools]
+    return {"predicted": PREDICTED, "measured": round(tokens_a_gb[1] / tokens_a_gb[0], 3)}
+
+
 def verdicts(report: Mapping[str, Any]) -> dict[str, bool | None]:
     """What must hold, each True, False, or None where it was not measured."""
     pairs = {(entry["left"], entry["right"]): entry for entry in report["compared"]}
@@ -402,9 +425,7 @@ def verdicts(report: Mapping[str, Any]) -> dict[str, bool | None]:
         return None if left is None or right is None else abs(left - right) <= 0.1
 
     return {
-        "every engine answered everything": all(
-            not run.get("failed") and not run.get("errors") for run in runs.values()
-        ),
+        "every engine answered everything": answered(runs.values()),
         "logprob DCP2-TP2 no larger than TP1-TP2": None
         if noise is None or ours is None
         else ours <= max(noise, ROUNDING),
@@ -443,6 +464,7 @@ def main() -> int:
         report["seconds"] = round(time.monotonic() - began, 1)
         report["runs"] = {running.variant.name: running.found for running in work}
         report["compared"] = compared(work)
+        report["capacity"] = capacity(report["runs"])
         report["verdicts"] = verdicts(report)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -455,7 +477,11 @@ def main() -> int:
         for variant, port in zip(variants, ports.free(len(variants)), strict=True):
             name = variant.name.replace(" ", "-").replace("/", "-")
             one = deployment.Deployment(deployment.new_folder(f"two-{name}"), [where.spec(variant, port)])
-            work.append(Running(variant, one, port))
+            # One that does not come up must not take the others' time.
+            work.append(Running(variant, one, port, patience=min(500.0, arguments.limit * 0.6)))
+        if where.device == "cuda":
+            # Before the engines are there: these are times.
+            report["collectives_us"] = collectives(where.backend, where.device, 100)
         note("made")
         for running in work:
             running.start()
@@ -466,9 +492,10 @@ def main() -> int:
         more = note("all are up")
         # One after another: kernels of two engines that wait for their other GPU take turns slowly.
         for running in work:
-            side_by_side([running], lambda one: one.ask(where.size))
-            side_by_side([running], Running.capacity)
-            more = note(f"{running.variant.name} asked")
+            if more:
+                side_by_side([running], lambda one: one.ask(where.size))
+                side_by_side([running], Running.capacity)
+                more = note(f"{running.variant.name} asked")
         checked = [running for running in work if CHECK.items() <= running.variant.env.items()]
         if more:
             side_by_side(checked, lambda running: running.repeat(where.size))
@@ -478,8 +505,8 @@ def main() -> int:
             if more:
                 side_by_side([running], lambda one: one.time_steps(where.size))
                 more = note(f"{running.variant.name} timed")
-        if more:
-            report["collectives_us"] = collectives(where.backend, where.device, 100 if where.device == "cuda" else 5)
+        if more and where.device == "cpu":
+            report["collectives_us"] = collectives(where.backend, where.device, 5)
     except RigError as error:
         report["error"] = {"kind": error.kind, "words": str(error)}
     finally:
