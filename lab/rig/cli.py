@@ -320,7 +320,7 @@ def _need_a_place(fault: faults.Fault, entries: Sequence[Entry]) -> None:
         part.role
         for entry in entries
         for part in entry.boot.parts
-        if part.tree == "patched" and part.name in runner.needed(entry.boot, entry.scenarios)
+        if part.tree == "patched" and part.name in runner.wanted(entry.boot, entry.scenarios)
     }
     if fault.role not in roles:
         raise RigError("fault", f"{fault.name} needs a patched {fault.role} engine; it is for {fault.scenario}")
@@ -381,7 +381,7 @@ def compare(
         ("prefill", "patched"): prefill_root,
         ("decode", "patched"): decode_root,
     }
-    wanted = {tree for entry in entries for tree in entry.boot.trees(runner.needed(entry.boot, entry.scenarios))}
+    wanted = {tree for entry in entries for tree in entry.boot.trees(runner.wanted(entry.boot, entry.scenarios))}
     if gates_off:
         wanted = {(role, kind) for role, _ in wanted for kind in ("stock", "patched")}
     engine.need_router(router)

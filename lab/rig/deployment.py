@@ -206,13 +206,21 @@ class Deployment:
 
     def events(self, name: str) -> list[Event]:
         """The observer's lines of the member ``name`` since the last ``mark``."""
-        with (self.folder / "logs" / f"{name}.log").open("rb") as source:
-            source.seek(self.marks.get(name, 0))
-            return parse_events(source.read().decode("utf-8", "replace"))
+        return parse_events(self.new_log(name))
 
     def memory(self) -> int:
         """Proportional set size in bytes of all members together."""
         return sum(leash.memory(member["pid"]) for member in self.state()["members"].values())
+
+    def expect(self, name: str) -> None:
+        """Announce that the member ``name`` ends: the keeper lets it go without calling it a crash."""
+        (self.folder / f"expected-{name}").touch()
+
+    def new_log(self, name: str) -> str:
+        """The log of the member ``name`` since the last ``mark``."""
+        with (self.folder / "logs" / f"{name}.log").open("rb") as source:
+            source.seek(self.marks.get(name, 0))
+            return source.read().decode("utf-8", "replace")
 
     def kill(self, name: str) -> None:
         """Kill the member ``name`` with all its processes; the keeper lets it go without calling it a crash.
@@ -226,7 +234,7 @@ class Deployment:
         member = members[name]
         if leash.start_time(member["pid"]) != member["start_time"]:
             return
-        (self.folder / f"expected-{name}").touch()
+        self.expect(name)
         for pid in [*leash.descendants(member["pid"]), member["pid"]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

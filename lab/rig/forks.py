@@ -1,4 +1,6 @@
-"""Runs inside every engine process: its further processes are forked, so that an engine is imported once.
+"""Runs inside every engine process, for few cores: forks in place of spawns, and a controller that sleeps.
+
+An engine's further processes are forked, so that it is imported once.
 
 The engine spawns them, since a process that has touched a GPU cannot be forked. Here none has. Each spawned process
 would import the whole engine again, which is most of what a start costs on a CPU, and most of the memory.
@@ -10,6 +12,7 @@ import importlib
 import multiprocessing
 import os
 from types import ModuleType
+from typing import Any
 
 from lab.rig.standins.hook import after
 from lab.rig.standins.start import leash
@@ -35,3 +38,17 @@ def _fork(module: ModuleType) -> None:
     os.register_at_fork(after_in_child=leash)
     for name in LATER:
         importlib.import_module(name)
+
+
+@after("sglang.srt.managers.data_parallel_controller")
+def _sleep(module: ModuleType) -> None:
+    """Have the data-parallel controller wait for its next message; the flag by which schedulers do so is not for it."""
+    receive = module.sock_recv
+
+    def sock_recv(socket: Any, flags: int = 0) -> Any:
+        if flags:
+            # Asked not to wait. It turns round without an answer, as it does by itself, only ten times a second.
+            socket.poll(100)
+        return receive(socket, flags=flags)
+
+    vars(module)["sock_recv"] = sock_recv

@@ -4,7 +4,9 @@ None of them changes what is computed. They make rare moments happen on demand a
 that no scenario depends on how busy the machine is.
 
 * ``PATCHBUNDLE_RIG_PACK_BYTES=N`` caps every pack buffer, so that what does not fit is seen with small prompts.
-* ``PATCHBUNDLE_RIG_RETRACT=8,20`` forces a retraction at these steps of a gathered send (see below) on D.
+* ``PATCHBUNDLE_RIG_RETRACT=8,20`` forces a retraction at these steps of a gathered send (see below) on D, and
+  ``random:0.9`` at nine steps of ten, whatever runs: at the same ones in every run.
+* ``PATCHBUNDLE_RIG_POISON_SEED=1`` gives every draft loop of D a selection from outside that names one token alone.
 * ``PATCHBUNDLE_RIG_TRANSFER_FAIL=2`` lets the second KV transfer call of P fail, as a broken connection does.
 * ``PATCHBUNDLE_RIG_TRANSFER_HOLD=60`` lets P wait so many seconds before every KV transfer: to end somebody meanwhile.
 * ``PATCHBUNDLE_RIG_CP_SIZE=2`` gives the prefill of ``cp4-attention-tp2`` two CP ranks in place of four: half the
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import threading
 import time
@@ -91,28 +94,66 @@ def _gather(module: ModuleType) -> None:
     mixin.get_new_prebuilt_batch = get_new_prebuilt_batch
 
 
+def retraction_steps(text: str) -> tuple[Callable[[int], bool], bool]:
+    """At which steps a retraction is forced, and whether the steps of any requests count, or of gathered ones alone.
+
+    Args:
+        text: numbers of steps, ``4,14``; or ``random:SHARE``, which every rank draws alike.
+    """
+    word, _, share = text.partition(":")
+    if word == "random":
+        return (lambda step: random.Random(step).random() < float(share)), True
+    steps = {int(step) for step in text.split(",")}
+    return steps.__contains__, False
+
+
 @after("sglang.srt.managers.scheduler")
 def _retract(module: ModuleType) -> None:
-    steps = {int(step) for step in filter(None, os.environ.get("PATCHBUNDLE_RIG_RETRACT", "").split(","))}
-    if not steps:
+    text = os.environ.get("PATCHBUNDLE_RIG_RETRACT", "")
+    if not text:
         return
+    due, whoever = retraction_steps(text)
     scheduler: Any = module.Scheduler
     update = scheduler.update_running_batch
 
     def update_running_batch(self: Any, batch: Any) -> Any:
         global _steps
         # The last request is never retracted: only steps with company count.
-        together = sum(gathered(request.rid) is not None and not request.finished() for request in batch.reqs) > 1
+        counted = [one for one in batch.reqs if (whoever or gathered(one.rid) is not None) and not one.finished()]
+        together = len(counted) > 1
         _steps += together
         # The engine's own switch for tests, turned on for one step.
         vars(module)["TEST_RETRACT_INTERVAL"] = 1
-        vars(module)["TEST_RETRACT"] = together and _steps in steps
+        vars(module)["TEST_RETRACT"] = together and due(_steps)
         try:
             return update(self, batch)
         finally:
             vars(module)["TEST_RETRACT"] = False
 
     scheduler.update_running_batch = update_running_batch
+
+
+@after("sglang.srt.speculative.eagle_worker_v2")
+def _poison_seed(module: ModuleType) -> None:
+    if not os.environ.get("PATCHBUNDLE_RIG_POISON_SEED"):
+        return
+    worker: Any = module.EagleDraftWorker
+    stock = worker.draft
+
+    def draft(self: Any, batch: Any) -> Any:
+        import torch
+
+        info = batch.spec_info
+        rows = 0 if batch.forward_mode.is_idle() else int(info.topk_index.shape[0])
+        if rows:
+            # Where the engine would read what draft-extend left there. The first token of a text tells a draft nothing.
+            seeds = torch.full((rows, self.dsa_index_topk), -1, dtype=torch.int32)
+            seeds[:, 0] = 0
+            info.dsa_topk_indices = seeds
+            say("poisoned", rows=rows)
+        return stock(self, batch)
+
+    worker.draft = draft
 
 
 @after("sglang.srt.disaggregation.mooncake.conn")

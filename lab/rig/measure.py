@@ -20,7 +20,7 @@ class Result:
         prefill, decode: names of its engines; the same for an engine alone, empty behind a router.
         seconds: how long all of it took.
         prompts: tokens of each request's prompt.
-        refused: why a drained engine did not become idle; empty when it did.
+        refused: why a drained engine did not become idle, or an engine did not start; empty when it did.
     """
 
     answers: tuple[Answer, ...]
@@ -194,6 +194,14 @@ def _rows_behind(results: Results, names: Sequence[str]) -> float:
     return max(int(values["committed"]) - int(values["rows"]) for values in found)
 
 
+def _evicted(side: str) -> Callable[[Results, Sequence[str]], float]:
+    return lambda results, names: sum(int(found["tokens"]) for found in _events(results, names[0], side, "evicted"))
+
+
+def _poisoned(results: Results, names: Sequence[str]) -> float:
+    return sum(int(found["rows"]) for found in _events(results, names[0], "decode", "poisoned"))
+
+
 def _sources(results: Results, names: Sequence[str]) -> float:
     return len({(values["cp"], values["tp"]) for values in _transfers(results, names[0], "kv")})
 
@@ -228,6 +236,10 @@ def _drained(results: Results, names: Sequence[str]) -> float:
     if result.refused:
         raise NothingToMeasure(result.refused)
     return result.seconds
+
+
+def _refused(results: Results, names: Sequence[str]) -> float:
+    return bool(results[names[0]].refused)
 
 
 def rows(name: str, result: Result) -> list[dict[str, Any]]:
@@ -317,6 +329,9 @@ MEASURES: dict[str, Measure] = {
     "cached": Measure("prompt tokens reported as cached (by a D: what P found)", 1, _cached),
     "decode_cached": Measure("prompt tokens that D found in its own cache", 1, _decode_cached),
     "prefill_cached": Measure("prompt tokens that P found in its cache", 1, _prefill_cached),
+    "prefill_evicted": Measure("tokens that P evicted from its cache", 1, _evicted("prefill")),
+    "decode_evicted": Measure("tokens that D evicted from its cache", 1, _evicted("decode")),
+    "poisoned": Measure("draft loops of all ranks of D that began with a poisoned selection", 1, _poisoned),
     "blocks": Measure("blocks of P's largest transfer call", 1, _blocks),
     "bytes": Measure("bytes of KV that P sent", 1, _bytes),
     "index_bytes": Measure("bytes of index keys that P sent", 1, _index_bytes),
@@ -339,5 +354,6 @@ MEASURES: dict[str, Measure] = {
     ),
     "held": Measure("tokens and requests that drained engines still hold, all ranks together", 1, _held),
     "drained": Measure("seconds until all drained engines were idle", 1, _drained),
+    "refused": Measure("engines that would not start, and said why in the words that were asked for", 1, _refused),
     "seconds": Measure("seconds of the slowest request", 1, _seconds),
 }

@@ -139,6 +139,20 @@ def _watch_decode_prefix(module: ModuleType) -> None:
     queue.add, queue._match_prefix_and_lock = add_request, match_prefix_and_lock
 
 
+@after("sglang.srt.mem_cache.base_prefix_cache")
+def _watch_evictions(module: ModuleType) -> None:
+    cache: Any = module.BasePrefixCache
+    update = cache.update_eviction_metrics
+
+    def update_eviction_metrics(self: Any, num_evicted: int, *args: Any, **kwargs: Any) -> Any:
+        # Every kind of cache tells it here, also when nothing was left to evict.
+        if num_evicted:
+            say("evicted", tokens=num_evicted)
+        return update(self, num_evicted, *args, **kwargs)
+
+    cache.update_eviction_metrics = update_eviction_metrics
+
+
 @after("sglang.srt.managers.scheduler")
 def _watch_pools(module: ModuleType) -> None:
     """Tell what an idle engine still holds, when it is asked to empty its cache: after that all pools look empty."""

@@ -17,7 +17,8 @@ from lab.rig import tree as engine_tree
 from lab.rig.boot import Boot, Part
 from lab.rig.errors import RigError
 from lab.rig.measure import MEASURES, NothingToMeasure, Result, rows
-from lab.rig.scenario import Drain, Scenario, Send, Turn
+from lab.rig.member import FATAL
+from lab.rig.scenario import Drain, Refusal, Scenario, Send, Turn
 from lab.rig.tree import RELEASES, Tree
 
 Trees = Mapping[tuple[str, str], Tree]
@@ -237,6 +238,11 @@ def start(
     return Running(boot, running, engines, router_ports)
 
 
+def wanted(boot: Boot, scenarios: Sequence[Scenario]) -> set[str]:
+    """``needed``, and the engines that are started by themselves."""
+    return needed(boot, scenarios).union(*(scenario.refused for scenario in scenarios))
+
+
 def needed(boot: Boot, scenarios: Sequence[Scenario]) -> set[str]:
     """Members that the scenarios use, with the engines behind the routers among them."""
     names = {name for scenario in scenarios for name in scenario.engines}
@@ -253,12 +259,14 @@ class _Killer:
         self.running, self.send = running, send
         self.lock = threading.Lock()
         self.done = threading.Event()
-        if isinstance(send.at, str):
-            threading.Thread(target=self._watch, args=(send.at,), daemon=True).start()
+        if send.says:
+            running.expect(send.kill)
+        if send.says or isinstance(send.at, str):
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def heard(self, tokens: int) -> None:
         """A request has brought so many tokens."""
-        if isinstance(self.send.at, int) and tokens >= self.send.at:
+        if isinstance(self.send.at, int) and not self.send.says and tokens >= self.send.at:
             self.kill()
 
     def kill(self) -> None:
@@ -268,11 +276,19 @@ class _Killer:
                 self.running.kill(self.send.kill)
                 self.done.set()
 
-    def _watch(self, event: str) -> None:
+    def _watch(self) -> None:
         while not self.done.is_set():
-            if any(found.name == event for found in self.running.events(self.send.kill)):
+            if self._has_said():
                 self.kill()
             time.sleep(0.05)  # the member's log is a file: it is read again until it says so
+
+    def _has_said(self) -> bool:
+        name = self.send.kill
+        if not self.send.says:
+            return any(found.name == self.send.at for found in self.running.events(name))
+        log = self.running.new_log(name)
+        # Left alone an engine waits a minute for core dumps, and its clients with it.
+        return self.send.says in log and any(marker in log for marker in FATAL)
 
 
 def _heard(tokens: int) -> None:
@@ -350,6 +366,22 @@ def do_drain(running: Running, drain: Drain) -> Result:
     return Result((), running.lines(set(drain.engines)), seconds=seconds, refused=refused)
 
 
+def do_refusal(boot: Boot, refusal: Refusal, trees_of: Trees, say: Say = lambda text: None) -> Result:
+    """Start one engine by itself; it must end with the words that the step names.
+
+    Raises:
+        RigError: anything that is refused before it starts, and an end without these words.
+    """
+    try:
+        running = start(boot, trees_of, say=say, only={refusal.engine})
+    except RigError as error:
+        if error.kind != "crash" or not any(refusal.says in line for line in error.tail):
+            raise
+        return Result((), refused=str(error))
+    running.deployment.down()
+    return Result(())
+
+
 def chat(port: int, text: str, new: int) -> str:
     """Ask through the chat interface, so that the model's template and tokenizer run; return the text.
 
@@ -385,12 +417,17 @@ def judge(scenario: Scenario, results: Mapping[str, Result]) -> list[Line]:
 
 
 def run_steps(
-    running: Running, scenario: Scenario, turn: Callable[[Turn], Running], say: Say
+    running: Running,
+    scenario: Scenario,
+    turn: Callable[[Turn], Running],
+    refusal: Callable[[Refusal], Result],
+    say: Say,
 ) -> tuple[Running, Results]:
     """Run the steps of one scenario; return the deployment that then runs, and what each named step brought.
 
     Args:
         turn: ends the deployment, turns its trees, and starts it again.
+        refusal: starts an engine beside it that must not come up.
 
     Raises:
         RigError: a member was lost, or a step could not be done.
@@ -404,6 +441,9 @@ def run_steps(
         if isinstance(step, Drain):
             results[step.name] = do_drain(running, step)
             told = f"draining {' and '.join(step.engines)}"
+        elif isinstance(step, Refusal):
+            results[step.name] = refusal(step)
+            told = f"starting {step.engine}"
         else:
             results[step.name] = do_send(running, step)
             told = f"{step.name} to {' and '.join(step.to)}"
@@ -495,10 +535,13 @@ def run_boot(
             watch.deployment = running.deployment
             return running
 
+        def refusal(step: Refusal) -> Result:
+            return do_refusal(boot, step, found, say)
+
         try:
             for scenario in scenarios:
                 try:
-                    running, results = run_steps(running, scenario, turn, say)
+                    running, results = run_steps(running, scenario, turn, refusal, say)
                 except RigError as error:
                     for line in error.tail:
                         say("  " + line)

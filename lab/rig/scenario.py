@@ -42,6 +42,7 @@ class Send:
         flush: engines whose radix cache is emptied first.
         timeout: seconds for each request.
         kill: member that is killed with all its processes meanwhile.
+        says: it is to end by itself, with these words in its log; what is left of it is killed then.
         at: when: after so many tokens of any request, or once the member printed the observer's line of this name.
         leave: tokens after which each client closes its connection; 0 stays to the end.
         stream: read the answers as streams.
@@ -61,6 +62,7 @@ class Send:
     flush: tuple[str, ...] = ()
     timeout: float = 400.0
     kill: str = ""
+    says: str = ""
     at: int | str = 1
     leave: int = 0
     stream: bool = False
@@ -104,7 +106,27 @@ class Turn:
         return set()
 
 
-Step = Send | Drain | Turn
+@dataclass(frozen=True)
+class Refusal:
+    """One engine more is started by itself, and must not come up.
+
+    Attributes:
+        name: what the holds call it.
+        engine: of the boot; it is not started with the others.
+        says: words among its last lines.
+    """
+
+    name: str
+    engine: str
+    says: str
+
+    @property
+    def members(self) -> set[str]:
+        """Nobody whom the boot has to start for it."""
+        return set()
+
+
+Step = Send | Drain | Turn | Refusal
 
 
 @dataclass(frozen=True)
@@ -143,6 +165,11 @@ class Scenario:
         """Names of the members that it needs."""
         return {name for step in self.steps for name in step.members}
 
+    @property
+    def refused(self) -> set[str]:
+        """Names of the engines that are started by themselves."""
+        return {step.engine for step in self.steps if isinstance(step, Refusal)}
+
 
 def parse_hold(text: str) -> Hold:
     """Read ``measure(argument, ...) operator number``.
@@ -170,7 +197,7 @@ def _send(entry: Mapping[str, Any], where: str, before: Mapping[str, Step]) -> S
         if not isinstance(earlier, Send):
             raise RigError("scenario", f"{where}: again = {entry['again']!r} names no send before it")
         # The same requests; what was done to the engines meanwhile is not done again.
-        once = ("flush", "kill", "at", "leave")
+        once = ("flush", "kill", "says", "at", "leave")
         values = {key: getattr(earlier, key) for key in Send.__dataclass_fields__ if key not in once}
     values.update({key: value for key, value in entry.items() if key not in ("send", "again")})
     values["name"] = entry["send"]
@@ -181,6 +208,8 @@ def _send(entry: Mapping[str, Any], where: str, before: Mapping[str, Step]) -> S
         raise RigError("scenario", f"{where}: to = [prefill, decode], [router] or [engine]")
     if send.gathered and len(send.to) != 2:
         raise RigError("scenario", f"{where}: only a pair's requests can be gathered")
+    if send.says and not send.kill:
+        raise RigError("scenario", f"{where}: says = {send.says!r} without kill = the member that says it")
     if send.count < 1 or send.new < 1 or send.length < 1:
         raise RigError("scenario", f"{where}: count, new and length are at least 1")
     if send.prefix > send.length:
@@ -206,7 +235,12 @@ def _step(entry: Mapping[str, Any], where: str, before: Mapping[str, Step]) -> S
         if entry["turn"] not in TURNS:
             raise RigError("scenario", f"{where}: turn = one of {', '.join(TURNS)}")
         return Turn(entry["turn"])
-    raise RigError("scenario", f"{where}: neither send, drain nor turn")
+    if "refusal" in entry:
+        _known(entry, {"refusal", "engine", "says"}, where)
+        if not entry.get("engine") or not entry.get("says"):
+            raise RigError("scenario", f"{where}: refusal needs engine = and says =")
+        return Refusal(entry["refusal"], entry["engine"], entry["says"])
+    raise RigError("scenario", f"{where}: neither send, drain, turn nor refusal")
 
 
 def parse(name: str, text: str) -> Scenario:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -74,3 +75,23 @@ def test_another_way_of_starting_processes_stays_as_it_was_chosen(tree: Path) ->
 
 def test_what_every_rank_would_import_is_imported_before_the_fork(tree: Path) -> None:
     assert set(forks.LATER) <= set(run(tree, "spawn")[3])
+
+
+class Socket:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def poll(self, milliseconds: int) -> None:
+        self.calls.append(f"poll {milliseconds}")
+
+
+@pytest.mark.parametrize(("flags", "calls"), [(1, ["poll 100", "receive 1"]), (0, ["receive 0"])])
+def test_a_controller_that_would_turn_in_a_loop_waits_for_a_message(flags: int, calls: list[str]) -> None:
+    def receive(socket: Socket, flags: int = 0) -> str:
+        socket.calls.append(f"receive {flags}")
+        return "message"
+
+    module, socket = ModuleType("controller"), Socket()
+    vars(module)["sock_recv"] = receive
+    forks._sleep(module)
+    assert module.sock_recv(socket, flags=flags) == "message" and socket.calls == calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.rig.levers import Gathering, Pending, gathered
+from lab.rig.levers import Gathering, Pending, gathered, retraction_steps
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,27 @@ def test_a_failure_of_another_send_lets_nobody_go() -> None:
 def test_other_requests_wait_for_nobody() -> None:
     assert not Gathering().waits(["x", "y"])
     assert not Gathering().waits([])
+
+
+def test_retraction_is_forced_at_the_named_steps_of_gathered_sends() -> None:
+    due, whoever = retraction_steps("4,14")
+    assert [step for step in range(20) if due(step)] == [4, 14] and not whoever
+
+
+def test_random_steps_are_the_same_on_every_rank_and_as_many_as_asked_for() -> None:
+    drawn = []
+    for _ in range(2):
+        due, whoever = retraction_steps("random:0.25")
+        assert whoever
+        drawn.append([due(step) for step in range(1000)])
+    assert drawn[0] == drawn[1] and 200 < sum(drawn[0]) < 300
+    assert not any(map(retraction_steps("random:0")[0], range(100)))
+
+
+@pytest.mark.parametrize("text", ["often", "4,x"])
+def test_steps_that_are_no_numbers_end_the_engine(text: str) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        retraction_steps(text)
 
 
 def test_a_broadcast_ahead_of_its_use_sends_what_its_scratch_holds_when_it_is_waited_for() -> None:

@@ -286,3 +286,20 @@ def test_each_request_has_a_row_with_its_own_bytes_and_hits() -> None:
     assert (first["send"], first["request"], first["prompt"], first["tokens"]) == ("a", "0", 100, 2)
     assert (unknown["kv_bytes"], unknown["index_bytes"], unknown["p_hit"]) == (None, None, None)
     assert (last["kv_bytes"], last["index_bytes"], last["d_hit"]) == (1, 0, 64)
+
+
+@pytest.mark.parametrize(
+    ("measure", "event", "key"),
+    [
+        ("prefill_evicted", "evicted", "tokens"),
+        ("decode_evicted", "evicted", "tokens"),
+        ("poisoned", "poisoned", "rows"),
+    ],
+)
+def test_what_one_side_told_is_added_up_and_the_other_sides_is_not(measure: str, event: str, key: str) -> None:
+    own: Lines = [(event, {key: "64"}), (event, {key: "128"}), ("other", {key: "7"})]
+    other: Lines = [(event, {key: "1000"})]
+    prefill = measure.startswith("prefill")
+    told = result(answer(1), prefill=own if prefill else other, decode=other if prefill else own)
+    assert value(measure, "a", a=told) == 192
+    assert value(measure, "a", a=result(answer(1))) == 0

@@ -14,7 +14,8 @@ import pytest
 from lab.rig import boot, client, deployment, runner, trees
 from lab.rig import tree as engine_tree
 from lab.rig.errors import RigError
-from lab.rig.scenario import Drain, Send
+from lab.rig.measure import MEASURES
+from lab.rig.scenario import Drain, Refusal, Send
 from lab.rig.tree import Tree
 
 
@@ -135,12 +136,80 @@ def test_a_member_is_killed_once_it_says_so(running: runner.Running) -> None:
     assert killed(running) == ["P"]
 
 
+@pytest.mark.parametrize(
+    ("log", "ends"),
+    [
+        ("Scheduler hit an exception: \nValueError: no room\n", True),
+        ("Scheduler hit an exception: \nValueError: another\n", False),
+        ("handled: ValueError: no room\n", False),
+    ],
+)
+def test_a_member_that_is_to_end_by_itself_does_so_with_the_named_words(
+    running: runner.Running, tmp_path: Path, log: str, ends: bool
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "P.log").write_text(log)
+    new = 10**8 if ends else 2
+    send = Send("s", ("D",), count=1, new=new, kill="P", says="ValueError: no room", leave=new)
+    if not ends:
+        with pytest.raises(RigError, match="P was not killed"):
+            runner.do_send(running, send)
+    else:
+        runner.do_send(running, send)
+    assert killed(running) == ["P"] * ends
+    # Said before the request is sent: the keeper must not take the end for a crash.
+    assert (tmp_path / "expected-P").exists()
+
+
 def test_a_kill_that_never_came_is_an_error_and_not_a_pass(running: runner.Running) -> None:
     with pytest.raises(RigError, match="D was not killed"):
         runner.do_send(running, Send("s", ("D",), count=1, new=2, kill="D", at=50))
     with pytest.raises(RigError, match="P was not killed"):
         runner.do_send(running, Send("t", ("D",), count=1, new=2, kill="P", at="never"))
     assert killed(running) == []
+
+
+def started(monkeypatch: pytest.MonkeyPatch, running: runner.Running, error: RigError | None) -> list[Any]:
+    asked: list[Any] = []
+
+    def start(which: boot.Boot, trees: runner.Trees, **more: Any) -> runner.Running:
+        asked.append(more["only"])
+        if error:
+            raise error
+        return running
+
+    monkeypatch.setattr(runner, "start", start)
+    return asked
+
+
+def test_an_engine_that_must_not_start_is_started_alone_and_says_why(
+    running: runner.Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = started(monkeypatch, running, RigError("crash", "P: lost", ("ValueError: G needs H", "the end")))
+    result = runner.do_refusal(running.boot, Refusal("no", "P", "G needs H"), {})
+    assert result.refused == "P: lost" and asked == [{"P"}]
+    assert MEASURES["refused"].of({"no": result}, ["no"]) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [RigError("crash", "P: lost", ("ValueError: another",)), RigError("memory", "G needs H", ("G needs H",))]
+)
+def test_an_engine_that_ends_of_something_else_was_not_refused(
+    running: runner.Running, monkeypatch: pytest.MonkeyPatch, error: RigError
+) -> None:
+    started(monkeypatch, running, error)
+    with pytest.raises(RigError, match=str(error)):
+        runner.do_refusal(running.boot, Refusal("no", "P", "G needs H"), {})
+
+
+def test_an_engine_that_starts_was_not_refused_and_is_ended(
+    running: runner.Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(monkeypatch, running, None)
+    ended: list[bool] = []
+    monkeypatch.setattr(running.deployment, "down", lambda: ended.append(True))
+    result = runner.do_refusal(running.boot, Refusal("no", "P", "G needs H"), {})
+    assert MEASURES["refused"].of({"no": result}, ["no"]) == 0 and ended == [True]
 
 
 def test_a_client_that_leaves_keeps_what_it_has(running: runner.Running) -> None:

@@ -9,7 +9,7 @@ import pytest
 from lab.rig import boot, faults, lists, runner, scenario
 from lab.rig.errors import RigError
 from lab.rig.measure import MEASURES
-from lab.rig.scenario import Drain, Send, Turn
+from lab.rig.scenario import Drain, Refusal, Send, Turn
 
 BOOT = """
 about = "x"
@@ -117,12 +117,19 @@ def test_a_drain_and_a_turn_are_steps() -> None:
     assert one.engines == {"P", "D", "R"}
 
 
+def test_an_engine_that_is_to_be_refused_is_not_started_with_the_others() -> None:
+    more = '[[step]]\nrefusal = "no"\nengine = "X"\nsays = "needs more"\n'
+    one = scenario.parse("s", SCENARIO.replace('"done(one) == 3"', '"refused(no) == 1"') + more)
+    assert one.steps[-1] == Refusal("no", "X", "needs more")
+    assert one.engines == {"P", "D", "R"} and one.refused == {"X"}
+
+
 def test_what_was_done_to_engines_in_a_send_is_not_done_again() -> None:
-    text = SCENARIO.replace("new = 7", 'new = 7\nkill = "D"\nat = "held"\nleave = 4')
+    text = SCENARIO.replace("new = 7", 'new = 7\nkill = "D"\nsays = "x"\nat = "held"\nleave = 4')
     one, two = scenario.parse("s", text).steps
     assert isinstance(one, Send) and isinstance(two, Send)
-    assert (one.kill, one.at, one.leave) == ("D", "held", 4)
-    assert (two.kill, two.at, two.leave) == ("", 1, 0)
+    assert (one.kill, one.says, one.at, one.leave) == ("D", "x", "held", 4)
+    assert (two.kill, two.says, two.at, two.leave) == ("", "", 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -133,16 +140,18 @@ def test_what_was_done_to_engines_in_a_send_is_not_done_again() -> None:
         ("new = 7", "nwe = 7", "unknown keys"),
         ("new = 7", "new = 0", "at least 1"),
         ("new = 7", "prefix = 1000", "longer than the prompt"),
+        ("new = 7", 'says = "gone"', "without kill"),
         ('to = ["R"]', 'to = ["A", "B", "C"]', "to = "),
         ("done(one) == 3", "done(one) = 3", "not of the form"),
         ("done(one) == 3", "dune(one) == 3", "no measure 'dune'"),
         ("done(one) == 3", "done(one, two) == 3", "takes 1 names"),
         ("done(one) == 3", "done(three) == 3", "names no send"),
         ('boot = "b"', "", "names no boot"),
-        ('send = "two"\nagain = "one"', 'sned = "two"', "neither send, drain nor turn"),
+        ('send = "two"\nagain = "one"', 'sned = "two"', "neither send, drain, turn nor refusal"),
         ('send = "two"\nagain = "one"\nto = ["R"]', 'turn = "round"', "turn = one of apply, revert"),
         ('send = "two"\nagain = "one"\nto = ["R"]', 'turn = "apply"\nto = ["P"]', "unknown keys"),
         ('send = "two"\nagain = "one"\nto = ["R"]', 'drain = "two"', "drain needs engines"),
+        ('send = "two"\nagain = "one"\nto = ["R"]', 'refusal = "two"\nengine = "P"', "needs engine = and says ="),
         ('send = "two"\nagain = "one"\nto = ["R"]', 'drain = "one"\nengines = ["P"]', "no new name"),
         ('again = "one"\nto = ["R"]', 'again = "one"\nto = ["R"]\ngathered = true', "only a pair's requests"),
         ('about = "x"', 'about = "x"\nhodl = []', "unknown keys"),
@@ -188,6 +197,7 @@ def test_every_shipped_scenario_fits_its_boot(name: str) -> None:
     members = {part.name for part in which.parts} | {router.name for router in which.routers}
     for step in one.steps:
         assert step.members <= members
+    assert one.refused <= {part.name for part in which.parts} - runner.needed(which, [one])
     assert one.about and which.about
 
 

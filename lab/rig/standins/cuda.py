@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
+
+import torch
 
 __all__ = [
     "CAPABILITY",
@@ -22,6 +25,7 @@ __all__ = [
     "set_device",
     "stream",
     "synchronize",
+    "unpinned_torch",
 ]
 
 CAPABILITY = (9, 0)
@@ -125,3 +129,23 @@ def set_device(device: Any) -> None:
 
 def record_stream(self: Any, s: Any) -> None:
     """Do nothing: CPU memory is never reused while the stream of another device still reads it."""
+
+
+class _UnpinnedTorch(ModuleType):
+    """PyTorch, except that new tensors are made in ordinary host memory whatever is asked for."""
+
+    def __init__(self, original: ModuleType) -> None:
+        super().__init__(original.__name__)
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def tensor(self, data: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        """``torch.tensor`` without pinned memory."""
+        return torch.tensor(data, **kwargs)
+
+
+def unpinned_torch(original: ModuleType) -> ModuleType:
+    """Wrap the name ``torch`` of one module, which asks for pinned memory without asking for the device first."""
+    return _UnpinnedTorch(original)

@@ -512,6 +512,16 @@ TABLE: tuple[StandIn, ...] = (
         "torch.distributed over gloo, chosen by the group's own code",
     ),
     StandIn(
+        "sglang.srt.model_executor.forward_batch_info:torch",
+        "cuda:unpinned_torch",
+        "wrap",
+        "device",
+        "pinned memory for the token counts of data-parallel attention",
+        "it is the CUDA driver's",
+        "ordinary memory",
+        versions=(DECODE,),
+    ),
+    StandIn(
         "sglang.srt.disaggregation.common.staging_buffer:StagingBuffer.__init__",
         "staging:host_memory",
         "wrap",

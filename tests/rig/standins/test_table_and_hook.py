@@ -561,6 +561,13 @@ def test_the_pack_buffer_is_host_memory_also_when_the_device_is_named() -> None:
     assert seen == [(64, "cpu", 1, None), (64, "cpu", 1, "p")]
 
 
+def test_memory_asked_for_as_pinned_is_ordinary_and_the_rest_is_torch() -> None:
+    proxy: Any = cuda.unpinned_torch(torch)
+    made = proxy.tensor([3, 5], dtype=torch.int32, pin_memory=True)
+    assert made.tolist() == [3, 5] and made.dtype is torch.int32 and not made.is_pinned()
+    assert proxy.cumsum is torch.cumsum
+
+
 def test_calls_to_a_device_or_a_driver_that_is_not_there_take_what_they_are_given_and_do_nothing() -> None:
     data = torch.arange(3)
     checks.load_nothing()
