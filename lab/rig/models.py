@@ -93,7 +93,8 @@ _GPU: dict[str, Any] = {
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
     "index_n_heads": 32,
-    "max_position_embeddings": 131072,
+    # Prompts of 128K tokens and what is decoded behind them.
+    "max_position_embeddings": 262144,
     "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
 }
 # With num_hidden_layers = 1 the stock loader takes the draft's weights from layer 0, hence the pass-through layer 0.
@@ -142,6 +143,12 @@ MODELS: dict[str, Model] = {
             {**_BASE, **_GLM, "first_k_dense_replace": 1, "index_topk": 64},
         ),
         Model("glm-dsa-gpu", "GLM-DSA twin with the real model's head sizes", {**_BASE, **_GPU, **_TWIN}, twin=True),
+        Model(
+            "glm-dsa-gpu-iteration",
+            "GLM-DSA twin with the real model's head sizes that shares the index inside an iteration of the draft",
+            {**_BASE, **_GPU, **_TWIN, "index_share_for_mtp_iteration": True},
+            twin=True,
+        ),
         Model(
             "glm-dsa-iteration",
             "GLM-DSA twin that shares the index inside an iteration of the draft",

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = {"lab/rig/gpu/collectives.py"}
 # Writes the same fields by itself.
 ITSELF = {"benchmarks/router.py"}
-# No results: archives, series, what starts other scripts, the table's printer, a picture, a module that engines load.
+# No results: archives, series, what starts other scripts, the table's printer, a picture, modules that engines load.
 OTHERS = {
     "benchmarks/report.py",
     "benchmarks/series.py",
@@ -35,6 +35,7 @@ OTHERS = {
     "lab/rig/gpu/pack.py",
     "lab/rig/gpu/parts.py",
     "lab/rig/gpu/reference.py",
+    "lab/rig/gpu/seeds.py",
 }
 SCRIPTS = sorted(
     path.relative_to(ROOT).as_posix()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ from typing import Any
 from lab.rig.engine import LISTENS, READY
 
 NAME = sys.argv[2]
-TRACE = {"traceEvents": [{"cat": "kernel", "name": "topk", "dur": 10.0}, {"cat": "kernel", "name": "mm", "dur": 90.0}]}
+# Twelve steps begin in it, so it holds eleven whole ones: 10 us of the top-k and 90 us of another kernel each.
+TRACE = {
+    "traceEvents": [
+        {"cat": "kernel", "name": name, "dur": dur, "ts": 100.0 * step + at}
+        for step in range(12)
+        for name, dur, at in (("topk", 10.0, 0.0), ("mm", 90.0, 10.0))
+    ]
+}
+PROFILED = threading.Event()
 
 
 def say(line: str) -> None:
@@ -21,19 +30,44 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+def one(prompt: list[int], new: int) -> dict[str, Any]:
+    """The answer to one prompt."""
+    ids = [(sum(prompt) + place) % 97 + ("wrong" in NAME) for place in range(new)]
+    meta: dict[str, Any] = {"output_token_logprobs": [[-0.5, one, None] for one in ids]}
+    if "speculative" in NAME or "seed" in NAME:
+        meta["spec_verify_ct"] = 2 if "stock poisoned" in NAME else 1
+    return {"output_ids": ids, "meta_info": meta}
+
+
+def generate(body: dict[str, Any]) -> Any:
+    """The answer to one request, or to several in one body."""
+    prompts, settings = body["input_ids"], body["sampling_params"]
+    if isinstance(settings, dict):
+        return one(prompts, settings["max_new_tokens"])
+    if "wide" in NAME:
+        PROFILED.clear()
+        for _ in range(10):
+            say(
+                f"Decode batch, #running-req: {len(prompts)}, cuda graph: True, gen throughput (token/s): 500.00, #q: 0"
+            )
+        PROFILED.wait(20)
+    return [one(prompt, each["max_new_tokens"]) for prompt, each in zip(prompts, settings, strict=True)]
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-        answer: dict[str, Any] = {}
+        answer: Any = {}
         if self.path.startswith("/flush_cache"):
             if "watched" in NAME:
                 say("rig: selections rows=9 wrong=2 unlike_again=1")
+            if "poisoned" in NAME:
+                say(f"rig: seeds loops=5 poisoned={5 if 'stock' in NAME else 0}")
         elif self.path == "/start_profile":
             (Path(body["output_dir"]) / "trace.json.gz").write_bytes(gzip.compress(json.dumps(TRACE).encode()))
+            PROFILED.set()
         else:
-            prompt, new = body["input_ids"], body["sampling_params"]["max_new_tokens"]
-            ids = [(sum(prompt) + place) % 97 + ("wrong" in NAME) for place in range(new)]
-            answer = {"output_ids": ids, "meta_info": {"output_token_logprobs": [[-0.5, one, None] for one in ids]}}
+            answer = generate(body)
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
