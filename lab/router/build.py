@@ -261,8 +261,8 @@ class Builder:
         built = self.place / "target" / ("debug" if self.profile == "dev" else self.profile) / "libsglang_router_rs.so"
         return self._keep(variant, tree, built, compiled, time.monotonic() - start)
 
-    def test(self, source: Path) -> str:
-        """Compile the Rust file ``source`` beside the patched crate as a test of it, and run it; returns what it said.
+    def test(self, source: Path, variant: str = "patched") -> str:
+        """Compile the Rust file ``source`` beside a variant's crate as a test of it, and run it; returns what it said.
 
         The lock file of the archive is used as it is: cargo finds the file in ``tests/`` without being told of it.
 
@@ -270,8 +270,8 @@ class Builder:
             BuildError: it does not compile, or a test fails.
         """
         with locked(self.place / "lock") as held:
-            self._write_tree("patched", {f"bindings/python/tests/{source.name}": source.read_bytes()})
-            return self._cargo("patched", held, "test", "--test", source.stem)
+            self._write_tree(variant, {f"bindings/python/tests/{source.name}": source.read_bytes()})
+            return self._cargo(variant, held, "test", "--test", source.stem)
 
     def _write_tree(self, variant: str, more: Mapping[str, bytes] | None = None) -> Path:
         """Lay out the crate with ``more`` files, and what it needs beside the registry."""

@@ -10,6 +10,7 @@ import pytest
 from lab.router.build import Builder, BuildError, Result
 
 SOURCE = Path(__file__).parent / "cargo" / "research_modules.rs"
+TREE = SOURCE.with_name("tree_evicts.rs")
 MODULES = ("pd_ack", "pd_first", "pd_gates", "pd_race", "pd_rank", "pd_settings")
 
 
@@ -22,6 +23,13 @@ def test_our_modules_pass_under_cargo_with_the_lock_file_of_the_archive(built: d
         re.findall(r"^(?:async )?fn (\w+)\(\) \{$", SOURCE.read_text(), re.MULTILINE)
     )
     assert "a_panic_in_the_handler_releases_both_loads" in passed
+
+
+def test_an_eviction_and_a_request_at_one_node_end_where_stock_waits_for_ever(built: dict[str, Result]) -> None:
+    said = Builder().test(TREE)
+    assert re.findall(r"^test (\S+) \.\.\. ok$", said, re.MULTILINE), said
+    with pytest.raises(BuildError, match="the request and the eviction wait for each other"):
+        Builder().test(TREE, "stock")
 
 
 def test_a_failing_test_is_a_failure(built: dict[str, Result], tmp_path: Path) -> None:
