@@ -21,6 +21,8 @@ from lab.rig.member import FATAL
 from lab.rig.scenario import Drain, Refusal, Scenario, Send, Turn
 from lab.rig.tree import RELEASES, Tree
 
+# Seconds that a line may take from an engine to its log on a machine that others keep busy.
+KEEPER_LAG = 20.0
 Trees = Mapping[tuple[str, str], Tree]
 Results = Mapping[str, Result]
 Say = Callable[[str], None]
@@ -347,6 +349,11 @@ def do_send(running: Running, send: Send) -> Result:
     )
 
 
+def _told(running: Running, engines: Sequence[str]) -> bool:
+    """Whether every engine's log says what it held when it was asked."""
+    return all(any(event.name == "pools" for event in running.deployment.events(name)) for name in engines)
+
+
 def do_drain(running: Running, drain: Drain) -> Result:
     """Wait until the engines of a step are idle, and read what they still hold.
 
@@ -363,6 +370,9 @@ def do_drain(running: Running, drain: Drain) -> Result:
             refused = refused or f"{name} is not idle after {drain.within:.0f} s ({error})"
     seconds = time.monotonic() - began
     running.deployment.check(wait=5.0 if refused else 0.0)
+    late = time.monotonic() + KEEPER_LAG
+    while not refused and time.monotonic() < late and not _told(running, drain.engines):
+        time.sleep(0.05)  # what an engine printed is in its log once the keeper's turn came
     return Result((), running.lines(set(drain.engines)), seconds=seconds, refused=refused)
 
 

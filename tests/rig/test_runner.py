@@ -246,7 +246,22 @@ def test_two_gathered_sends_of_one_name_are_two_groups(running: runner.Running, 
     assert len({name.rpartition(".")[0] for name in server.order}) == 2
 
 
-def test_a_drain_that_an_engine_refuses_says_who(running: runner.Running, server: Server) -> None:
+def test_a_drain_waits_for_what_the_engines_printed(running: runner.Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def events(name: str) -> list[deployment.Event]:
+        asked.append(name)
+        return [deployment.Event("pools", {"tokens": "0", "requests": "0"})] * (len(asked) > 4)
+
+    monkeypatch.setattr(running.deployment, "events", events)
+    result = runner.do_drain(running, Drain("end", ("P", "D")))
+    assert MEASURES["held"].of({"end": result}, ["end"]) == 0 and len(asked) > 4
+
+
+def test_a_drain_that_an_engine_refuses_says_who(
+    running: runner.Running, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "KEEPER_LAG", 0.2)
     assert runner.do_drain(running, Drain("end", ("P", "D"))).refused == ""
     server.idle = False
     assert runner.do_drain(running, Drain("end", ("P", "D"), 1.0)).refused.startswith("P is not idle after 1 s")
