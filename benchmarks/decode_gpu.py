@@ -10,6 +10,7 @@ hold, and the others go on.
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import shutil
 import statistics
@@ -49,19 +50,27 @@ def pack(folder: Path) -> None:
             if name == "patched":
                 target = Target(root, (base,), base.version, None, None, ())
                 work.execute(bundle, target, *work.make_plan(bundle, target, "apply", None))
-            wanted = [one if one.startswith("sglang.") else f"sglang.srt.{one}" for one in (*ALWAYS, *SCHEDULING)]
-            paths = [root / f"{one.replace('.', '/')}.py" for one in wanted]
-            paths += [root / one.replace(".", "/") / "__init__.py" for one in wanted]
-            paths += (root / "sglang/srt/research").glob("*.py")
-            for path in filter(Path.is_file, paths):
-                copy = folder / name / path.relative_to(root)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)
+            lay_out(root, folder / name)
+
+
+def lay_out(tree: Path, target: Path) -> None:
+    """Copy the modules that are run from a whole tree: what else they import is stood in for where it is not there."""
+    wanted = [one if one.startswith("sglang.") else f"sglang.srt.{one}" for one in (*ALWAYS, *SCHEDULING)]
+    paths = [tree / f"{one.replace('.', '/')}.py" for one in wanted]
+    paths += [tree / one.replace(".", "/") / "__init__.py" for one in wanted]
+    paths += (tree / "sglang/srt/research").glob("*.py")
+    for path in filter(Path.is_file, paths):
+        copy = target / path.relative_to(tree)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def load(folder: Path, name: str, device: str) -> World:
-    """One tree; where there is a GPU its pools wait for it, as they do in the engine."""
-    world = World(folder / name, GATES if name == "patched" else ())
+    """One tree, whole or thin; where there is a GPU its pools wait for it, as they do in the engine."""
+    thin = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    atexit.register(shutil.rmtree, thin)
+    lay_out(folder / name, thin)
+    world = World(thin, GATES if name == "patched" else ())
     with world.entered():
         memory = world.module("mem_cache.memory_pool")
         if device == "cuda":
