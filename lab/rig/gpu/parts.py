@@ -145,8 +145,9 @@ def steps(out: Path, home: Path, found: dict[str, Path], prefill: Path) -> list[
             "retraction",
             ("-m", "benchmarks.decode_gpu", str(home), "--json"),
             engine / "h200-retraction.json",
-            alone=True,
-            prints=True,
+            True,
+            True,
+            True,
         ),
     ]
 
