@@ -148,6 +148,8 @@ def steps(out: Path, home: Path, found: dict[str, Path], prefill: Path) -> list[
             True,
             True,
             True,
+            # Both trees are loaded into one process, and this one may be imported there once only.
+            env={"PATCHBUNDLE_RIG_GHOSTS": ",".join((*GHOSTS, "torchvision"))},
         ),
     ]
 
