@@ -66,7 +66,8 @@ pub async fn legs<'a>(
     }
     let ranks = prefill.dp_size().max(decode.dp_size()).unwrap_or(1);
     for name in WISHES {
-        check_wish(name, request.get(name).and_then(Value::as_i64), ranks).map_err(refuse)?;
+        let wish = request.get(name).filter(|wish| !wish.is_null()).map(Value::to_string);
+        check_wish(name, wish.as_deref(), ranks).map_err(refuse)?;
     }
     Ok((
         Cow::Owned(

@@ -34,14 +34,16 @@ pub fn refuse_rank(url: &str) -> Result<(), String> {
     }
 }
 
-/// Check a rank that a client asked for against the number of ranks that there are. None is no wish.
+/// Check a rank that a client asked for, as it is written in the request, against the number of ranks that there are.
+/// None is no wish.
 ///
 /// # Errors
-/// The rank is negative or beyond the last one.
-pub fn check_wish(name: &str, wish: Option<i64>, ranks: usize) -> Result<(), String> {
+/// The wish is no whole number, is negative or beyond the last rank.
+pub fn check_wish(name: &str, wish: Option<&str>, ranks: usize) -> Result<(), String> {
     match wish {
-        Some(rank) if usize::try_from(rank).map_or(true, |rank| rank >= ranks) => Err(format!(
-            "{name} is {rank}, outside of 0 to {} of this deployment",
+        Some(wish) if !wish.parse().is_ok_and(|rank: usize| rank < ranks) => Err(format!(
+            "{name} is {}, outside of 0 to {} of this deployment",
+            wish.chars().take(100).collect::<String>(),
             ranks.saturating_sub(1)
         )),
         _ => Ok(()),
@@ -106,23 +108,31 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_outside_of_the_ranks_is_refused() {
-        for rank in [-1, 4, i64::MAX, i64::MIN] {
-            let error = check_wish("routed_dp_rank", Some(rank), 4).unwrap_err();
-            assert!(error.contains("routed_dp_rank") && error.contains("0 to 3"), "{error}");
+    fn a_wish_outside_of_the_ranks_or_that_is_no_whole_number_is_refused() {
+        for wish in ["-1", "4", "9223372036854775807", "99999999999999999999999", "1.0", "\"1\"", "[0]", "true", ""] {
+            let error = check_wish("routed_dp_rank", Some(wish), 4).unwrap_err();
+            assert!(
+                error.contains(&format!("routed_dp_rank is {wish},")) && error.contains("0 to 3"),
+                "{error}"
+            );
         }
     }
 
     #[test]
+    fn a_long_wish_is_told_by_its_beginning() {
+        assert!(check_wish("r", Some(&"\u{e9}".repeat(5000)), 4).unwrap_err().len() < 400);
+    }
+
+    #[test]
     fn a_wish_inside_and_no_wish_are_fine() {
-        for wish in [None, Some(0), Some(3)] {
+        for wish in [None, Some("0"), Some("3")] {
             assert_eq!(check_wish("routed_dp_rank", wish, 4), Ok(()));
         }
     }
 
     #[test]
     fn no_ranks_at_all_refuse_any_wish_without_a_panic() {
-        assert!(check_wish("r", Some(0), 0).is_err());
+        assert!(check_wish("r", Some("0"), 0).is_err());
     }
 
     #[test]

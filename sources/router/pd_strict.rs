@@ -180,7 +180,7 @@ async fn decode_leg(request: RequestBuilder, stream: bool) -> Result<reqwest::Re
 /// one a response gets another, which would be parsed for every request.
 fn with_body(mut response: reqwest::Response, body: Bytes) -> reqwest::Response {
     let url = response.url().clone();
-    let mut fresh = axum::http::response::Builder::new()
+    let mut fresh = http::response::Builder::new()
         .url(url)
         .body(())
         .unwrap_or_default()

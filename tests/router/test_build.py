@@ -85,6 +85,14 @@ def test_a_wheel_tells_what_it_was_built_from_and_imports(built: dict[str, Resul
     path = {"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True)
     assert done.returncode == 0 and "0.3.2" in done.stdout, done.stderr
+    # Back to stock: its wheel over the patched one.
+    library = tmp_path / "site" / "sglang_router" / "sglang_router_rs.abi3.so"
+    for variant, says in (("patched", f"({Builder().patches[-1]})"), ("stock", "(base)")):
+        subprocess.run([*command[:-1], "--upgrade", str(wheels[variant])], check=True)
+        ask = [sys.executable, str(ROOT / "tools" / "apply.py"), "status", "--router", str(library)]
+        said = subprocess.run(ask, capture_output=True, text=True)
+        assert says in said.stdout, said.stdout + said.stderr
+        assert build.file_digest(library) == built[variant].receipt["library_sha256"]
 
 
 class Cache:

@@ -71,6 +71,17 @@ def test_a_rank_that_does_not_exist_is_a_400_and_is_sent_nowhere(bench: Any, ran
     assert one.run(one.settle())[0].log == []
 
 
+@pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank"])
+@pytest.mark.parametrize("rank", ["two", 1.5, 1 << 70, [0]])
+def test_a_rank_that_is_no_number_is_a_400_too(bench: Any, name: str, rank: Any) -> None:
+    one = ranked(bench, EVENLY)
+    one.run(one.script())
+    body = {"model": "mock", "prompt": "p", "max_tokens": 3, name: rank}
+    answer = one.run(one.ask(body, "/v1/completions"))
+    assert answer.status == 400 and name.encode() in answer.body and b"0 to 3" in answer.body
+    assert one.run(one.settle())[0].log == []
+
+
 def test_a_clients_own_rank_gives_way_to_the_routers_choice(bench: Any) -> None:
     one = ranked(bench, EVENLY)
     one.run(one.script(d_first=0.3))

@@ -1,15 +1,18 @@
-"""What a test may take off a delay: the time in which its processes were ready to run and had no processor."""
+"""What a test may take off a delay (its processes were ready to run and had no processor), and its thresholds."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 import time
 
 import pytest
+import tomllib
 
-from lab.router.harness import waited
+from lab.router.build import REPOSITORY
+from lab.router.harness import EVEN, Bench, waited
 
 SPIN = "import os, sys, time; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
 
@@ -36,3 +39,16 @@ def test_a_process_that_has_ended_has_not_waited() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     assert waited(gone.pid) == pytest.approx(0.0)
+
+
+def test_the_even_thresholds_are_those_of_the_evaluation_file() -> None:
+    found = tomllib.loads((REPOSITORY / "config" / "router-evaluation.toml").read_text(encoding="utf-8"))
+    router = found["router"]
+    assert (
+        "--balance-abs-threshold",
+        str(router["balance_abs_threshold"]),
+        "--balance-rel-threshold",
+        str(router["balance_rel_threshold"]),
+    ) == EVEN
+    assert router["policy"] == inspect.signature(Bench).parameters["policy"].default
+    assert found["environment"] == {"SMG_PD_LOAD_AT_DISPATCH": "1"}

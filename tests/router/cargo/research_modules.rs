@@ -80,6 +80,18 @@ async fn a_panic_in_the_handler_releases_both_loads() {
 }
 
 #[tokio::test]
+async fn the_routing_key_of_the_request_counts_until_the_request_ends() {
+    let pair = pair();
+    let keys = |pair: &[Arc<dyn Worker>; 2]| [0, 1].map(|leg| pair[leg].worker_routing_key_load().value());
+    let mut request = error::bad_request("any", "that has headers");
+    request.headers_mut().insert("x-smg-routing-key", "session".parse().expect("a value"));
+    let guards = reserve(turn().await, &pair[0], &pair[1], Some(request.headers()));
+    assert_eq!((loads(&pair), keys(&pair)), ([1, 1], [1, 1]));
+    drop(guards);
+    assert_eq!((loads(&pair), keys(&pair)), ([0, 0], [0, 0]));
+}
+
+#[tokio::test]
 async fn a_panic_while_it_holds_the_turn_does_not_block_the_next_request() {
     let pair = pair();
     let handler = tokio::spawn(async move {
