@@ -191,13 +191,14 @@ def main(
             "torch": "none",
             "seed": 0,
             "profile": profile,
+            "builds": {variant: built.receipt for variant, built in builds.items()},
             "stream": stream,
             "quartets": quartets,
             "seconds": seconds,
             "rows": [asdict(row) | {"holds": row.holds} for row in found],
             "measured": measured,
         }
-        out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
     show(found, as_json)
 
 
