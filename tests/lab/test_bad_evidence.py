@@ -48,7 +48,18 @@ def without_source(root: Path) -> None:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Everything that the check reads."""
-    for name in ("config", "docs", "evidence", "patches", "sources", "benchmarks", "lab"):
+    # The tests: results name modules of theirs.
+    for name in (
+        "config",
+        "docs",
+        "evidence",
+        "patches",
+        "sources",
+        "benchmarks",
+        "lab",
+        "tests/engine",
+        "tests/device",
+    ):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "README.md", tmp_path)
     return tmp_path
