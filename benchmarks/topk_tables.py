@@ -105,7 +105,7 @@ def growth(rows: Rows) -> list[str]:
 
 def profile(content: Mapping[str, Any]) -> str:
     """What the profiler told of the shapes that miss their bounds."""
-    heads = ["rows x columns, kernel", "time", "read / floor's", "written", "of the memory's rate", "warps active"]
+    heads = ["rows x columns, kernel", "time, us", "read / floor's", "written", "of the memory's rate", "warps active"]
     heads += ["instructions", "a clock", "registers"]
     body = []
     for row in content["rows"]:
@@ -118,15 +118,39 @@ def profile(content: Mapping[str, Any]) -> str:
     return table(heads, body)
 
 
+def errors(content: Mapping[str, Any]) -> str:
+    """Wrong rows of each arm in the classes where an arm has some, and over all classes."""
+    found: dict[str, dict[str, int]] = {}
+    for row in content["rows"]:
+        arm, kind = row["name"].rsplit(" ", 1)
+        found.setdefault(kind, {})[arm] = row["value"]
+    arms = ("exact_topk", *PEERS)
+    body: list[list[object]] = [
+        [f"`{kind}`", *(one[arm] for arm in arms)] for kind, one in found.items() if any(one.values())
+    ]
+    body.append([f"all {len(found)} classes", *(sum(one[arm] for one in found.values()) for arm in arms)])
+    return table(["class of rows", *arms], body)
+
+
+def broken(content: Mapping[str, Any]) -> str:
+    """What was broken in the kernel, and the first test that failed then."""
+    rows = content["rows"]
+    return table(["broken", "caught by"], [[row["name"], f"`{row['by']}`" if row["by"] else "none"] for row in rows])
+
+
+def told(file: str) -> dict[str, Any]:
+    return dict(json.loads((ROOT / "evidence/topk" / file).read_text(encoding="utf-8")))
+
+
 def by_name(file: str) -> dict[str, Any]:
-    content = json.loads((ROOT / "evidence/topk" / file).read_text(encoding="utf-8"))
-    return {row["name"]: row for row in content["rows"]}
+    return {row["name"]: row for row in told(file)["rows"]}
 
 
 def tables() -> list[str]:
     """Those of the page, in its order."""
     rows = by_name("speed.json")
-    return [times(rows, by_name("reported.json")), distributions(rows), wrong(rows), *growth(rows)]
+    made = [times(rows, by_name("reported.json")), distributions(rows), wrong(rows), *growth(rows)]
+    return [*made, profile(told("profile.json")), errors(told("stock.json")), broken(told("mutations.json"))]
 
 
 def replaced(text: str, made: Sequence[str]) -> str:
@@ -173,10 +197,7 @@ def main(write: bool) -> None:
         PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
     else:
         click.echo("\n\n".join(made))
-    told = ROOT / "evidence/topk/profile.json"
-    if told.is_file() and (content := json.loads(told.read_text(encoding="utf-8")))["rows"]:
-        click.echo("\n" + profile(content))
-    click.echo("\n" + claims(json.loads((ROOT / "evidence/topk/speed.json").read_text(encoding="utf-8"))))
+    click.echo("\n" + claims(told("speed.json")))
 
 
 if __name__ == "__main__":

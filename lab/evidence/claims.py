@@ -302,7 +302,7 @@ def result(root: Path, name: str) -> dict[str, Any]:
 def measured(root: Path, name: str, pick: str) -> tuple[float, ...]:
     """The numbers that ``pick`` names in a result: keys with dots between them, ``[NAME]`` for a row by its name.
 
-    A star in NAME stands for anything, and for as many rows as there are.
+    A row without one goes by its kernel. A star in NAME stands for anything, and for as many rows as there are.
 
     Raises StaleResult as ``result``, and if there is no such number.
     """
@@ -312,9 +312,10 @@ def measured(root: Path, name: str, pick: str) -> tuple[float, ...]:
             if key:
                 places = [place[key] for place in places]
             else:
-                found = [row for place in places for row in place if fnmatch.fnmatchcase(row["name"], row_name)]
+                rows = [row for place in places for row in place]
+                found = [row for row in rows if fnmatch.fnmatchcase(row.get("name") or row["kernel"], row_name)]
                 places = found if "*" in row_name else found[:1]
-        except (KeyError, TypeError):
+        except (AttributeError, KeyError, TypeError):
             places = []
         if not places:
             raise StaleResult(f"{name} has nothing at {pick}")

@@ -192,6 +192,15 @@ def test_a_measured_figure_is_read_from_its_result(tmp_path: Path) -> None:
     assert measured(result(tmp_path), "it.json", "rows[64x1 a.b].value") == (3.5,)
 
 
+def test_a_row_without_a_name_goes_by_its_kernel(tmp_path: Path) -> None:
+    kernels = [{"kernel": "first", "us": 1.5}, {"kernel": "second", "us": 2.5}]
+    root = result(tmp_path, rows=[{"name": "one", "kernels": kernels}])
+    assert measured(root, "it.json", "rows[one].kernels[second].us") == (2.5,)
+    assert measured(root, "it.json", "rows[*].kernels[*].us") == (1.5, 2.5)
+    with pytest.raises(StaleResult, match="has nothing at"):
+        measured(root, "it.json", "rows[one].kernels[third].us")
+
+
 def test_a_star_stands_for_all_rows_of_a_list_and_each_of_its_values_counts(tmp_path: Path) -> None:
     rows = [{"name": f"{number} to stock", "value": number / 3} for number in range(1, 4)]
     root = result(tmp_path, rows=[*rows, {"name": "other", "value": 9}])

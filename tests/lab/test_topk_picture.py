@@ -18,6 +18,17 @@ def test_the_tables_are_those_of_the_evidence() -> None:
     assert all(f"{made}\n" in text for made in topk_tables.tables())
 
 
+def test_the_counts_of_the_runs_against_the_oracle_are_those_of_the_evidence() -> None:
+    text, told = topk_tables.PAGE.read_text(encoding="utf-8"), topk_tables.told("exactness.json")
+    for name, what in (
+        ("rows", "rows"),
+        ("row_launches", "launches of a row"),
+        ("launches_beside_noise", "launches beside"),
+        ("graph_replays", "replays"),
+    ):
+        assert f"{told[name]:,} {what}" in text
+
+
 def test_another_table_takes_the_place_of_the_first_and_leaves_the_text_and_the_others() -> None:
     text = "a\n| 1 |\n| 2 |\nb\n\n| 3 |\nc\n"
     assert topk_tables.replaced(text, ["| x |\n| y |\n| z |"]) == "a\n| x |\n| y |\n| z |\nb\n\n| 3 |\nc\n"

@@ -539,15 +539,21 @@ def test_the_source_beside_the_module_is_the_one_that_the_module_names(call: Any
 
 def test_the_evidence_is_of_this_source_and_its_verdicts_follow_from_its_figures(call: Any) -> None:
     folder = Path(__file__).parents[3] / "evidence" / "topk"
-    exact, speed, broken = (
-        json.loads((folder / f"{name}.json").read_text()) for name in ("exactness", "speed", "mutations")
+    exact, speed, broken, clean, stock = (
+        json.loads((folder / f"{name}.json").read_text())
+        for name in ("exactness", "speed", "mutations", "sanitizer", "stock")
     )
     assert exact["source_sha256"] == speed["source_sha256"] == call.SOURCE_SHA256
     assert exact["rows"] == sum(case["rows"] for case in exact["cases"].values()) >= 10_000
     assert exact["wrong_rows"] == exact["unequal_launches"] == 0
     assert all(row["wrong_rows"] == 0 for row in speed["rows"] if row["unit"] == "us")
     assert all(row["holds"] == (row["value"] <= row["must"]) for row in speed["rows"] if "must" in row)
-    assert all(row["caught"] for row in broken["rows"])
+    whole, *others = broken["rows"]
+    assert (whole["name"], whole["passed"], whole["caught"]) == ("nothing broken", True, False)
+    assert others and all(row["caught"] and row["by"] for row in others)
+    assert [row["name"] for row in clean["rows"]] == ["memcheck", "racecheck", "synccheck", "initcheck"]
+    own = [row for row in stock["rows"] if row["name"].startswith("exact_topk ")]
+    assert own and all(row["holds"] and row["value"] == 0 for row in (*clean["rows"], *own))
 
 
 def test_the_page_tells_the_evidences_times_and_verdicts() -> None:
