@@ -12,7 +12,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,8 +24,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.device import mutate, sanitize
+from tests.device.test_exact_topk_device import SHAPES
+from tests.device.topk_data import KINDS, make
 from tests.engine.decode import topk_oracle as oracle
 from tests.engine.decode.topk_stock import Kernels
 from tests.engine.load import load, modules, stub
@@ -49,19 +54,29 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 1e-4
 )
 def test_the_oracles_formulations_agree(values: list[float], k: int, length: int, start: int) -> None:
     row = np.array(values, np.float32)
-    cut = oracle.window(row, length, start)
     chosen = oracle.by_sort(row, length, k, start)
     assert (chosen == oracle.by_partition(row, length, k, start)).all()
-    assert chosen.tolist() == oracle.by_hand(cut.tolist(), k)
-    assert chosen.size == min(cut.size, k)
+    assert chosen.tolist() == by_hand(row, length, k, start)
+
+
+def by_hand(row: NDArray[np.float32], length: int, k: int, start: int) -> list[int]:
+    """The window by hand too: both array formulations cut with the same function."""
+    inside = [column for column in range(row.size) if 0 <= start <= column < start + length]
+    return oracle.by_hand([float(row[column]) for column in inside], k)
 
 
 def test_the_oracles_two_array_formulations_agree_on_ten_thousand_rows() -> None:
     rng = np.random.default_rng(5)
-    for _ in range(10_000):
+    for at in range(10_000):
         row = rng.choice(np.array(SPECIAL, np.float32), rng.integers(1, 50))
         k = int(rng.integers(1, 20))
-        assert (oracle.by_sort(row, row.size, k) == oracle.by_partition(row, row.size, k)).all()
+        # Of every fourth row a window that may begin or end outside.
+        start = int(rng.integers(-2, row.size + 2)) if at % 4 == 0 else 0
+        length = int(rng.integers(-start - 3, row.size + 3)) if at % 4 == 0 else row.size
+        chosen = oracle.by_sort(row, length, k, start)
+        assert (chosen == oracle.by_partition(row, length, k, start)).all()
+        if at % 4 == 0:
+            assert chosen.tolist() == by_hand(row, length, k, start)
 
 
 @pytest.mark.parametrize(
@@ -453,12 +468,19 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "segments without a table": (lambda g: {"table": None, "page_size": 1, "segment_table": None}, "without a table"),
     "an unknown path": (lambda g: {"path": "fast"}, "path"),
     "a negative split": (lambda g: {"split": -1}, "split"),
+    "a negative sample rank": (lambda g: {"sample_rank": -1}, "sample_rank"),
+    "a row of 2**31 - 256": (lambda g: {"scores": torch.empty((6, 2**31 - 256), device="cuda")}, "width 2147483392"),
+    "segments of two dimensions": (lambda g: {"segments": _ints(4, 1)}, "segments must be"),
+    "table rows named without a table": (
+        lambda g: {"table": None, "page_size": 1, "segments": None}, "without a table",
+    ),
     "out of 64 bits": (lambda g: {"out": _ints(6, 16, dtype=torch.int64)}, "out must be int32"),
     "out of another shape": (lambda g: {"out": _ints(6, 15)}, "out must be int32"),
     "out on the host": (lambda g: {"out": _ints(6, 16, device="cpu")}, "out must be int32"),
     "out across": (lambda g: {"out": _ints(16, 6).t()}, "contiguous"),
     "a workspace of a wrong type": (lambda g: {"workspace": _ints(4096)}, "workspace must be"),
     "a workspace on the host": (lambda g: {"workspace": torch.empty(4096, dtype=torch.uint8)}, "workspace must be"),
+    "a workspace apart": (lambda g: {"workspace": _ints(8192, dtype=torch.uint8)[::2]}, "workspace must be"),
     "a small workspace": (lambda g: {"workspace": _ints(64, dtype=torch.uint8)}, "workspace too small"),
 }  # fmt: skip
 
@@ -477,22 +499,55 @@ class Library:
         return 0
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_argument_is_named_before_anything_is_launched(call: Any, name: str) -> None:
-    change, said = BAD[name]
+@contextmanager
+def counted(call: Any, address: int = 4096) -> Iterator[Library]:
+    """Tensors without memory on a card that is not there, all at one address; gives the library that counts."""
     library = Library()
     with (
         mock.patch.object(call, "_processors", {0: 132}),
         mock.patch.object(call, "_libraries", {(9, 0): library}),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-        mock.patch.object(torch.Tensor, "data_ptr", return_value=4096),
+        mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
+        mock.patch.object(torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=0)),
+        mock.patch.object(torch.Tensor, "data_ptr", return_value=address),
         FakeTensorMode(),
     ):
+        yield library
+
+
+def test_good_arguments_are_launched(call: Any) -> None:
+    with counted(call) as library:
+        given = {**good(), "workspace": _ints(4096, dtype=torch.uint8)}
+        made = call.select(given.pop("scores"), given.pop("lengths"), given.pop("k"), **given)
+        assert (made.shape, made.dtype) == ((6, 16), torch.int32)
+    assert library.launches == 1
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_argument_is_named_before_anything_is_launched(call: Any, name: str) -> None:
+    change, said = BAD[name]
+    with counted(call) as library:
         given = good()
         given.update(change(given))
         with pytest.raises(call.TopkArgumentError, match=said):
             call.select(given.pop("scores"), given.pop("lengths"), given.pop("k"), **given)
     assert library.launches == 0
+
+
+def test_a_workspace_off_a_multiple_of_16_is_named(call: Any) -> None:
+    with counted(call, address=4104) as library:
+        given = {**good(), "workspace": _ints(4096, dtype=torch.uint8)}
+        with pytest.raises(call.TopkArgumentError, match="not aligned"):
+            call.select(given.pop("scores"), given.pop("lengths"), given.pop("k"), **given)
+    assert library.launches == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "path"), [((6,), "cuda", "auto"), ((6, 9), "cpu", "auto"), ((6, 9), "cuda", "fast")]
+)
+def test_the_workspace_of_bad_scores_is_not_told(call: Any, shape: tuple[int, ...], device: str, path: str) -> None:
+    with counted(call), pytest.raises(call.TopkArgumentError, match="scores"):
+        call.workspace_bytes(torch.empty(shape, device=device), 16, path=path)
 
 
 @pytest.mark.parametrize(
@@ -546,14 +601,22 @@ def test_the_evidence_is_of_this_source_and_its_verdicts_follow_from_its_figures
     assert exact["source_sha256"] == speed["source_sha256"] == call.SOURCE_SHA256
     assert exact["rows"] == sum(case["rows"] for case in exact["cases"].values()) >= 10_000
     assert exact["wrong_rows"] == exact["unequal_launches"] == 0
+    # A run of a part of the tests leaves a result too.
+    others = {"rows", "8192 rows", "2048 rows", "bounds", "narrow", "bf16 resident", "bf16 stream", "bf16 split"}
+    assert {*SHAPES, *others} <= exact["cases"].keys()
+    assert exact["row_launches"] >= 25 * exact["rows"]
+    assert exact["launches_beside_noise"] >= 800 and exact["graph_replays"] >= 480
     assert all(row["wrong_rows"] == 0 for row in speed["rows"] if row["unit"] == "us")
     assert all(row["holds"] == (row["value"] <= row["must"]) for row in speed["rows"] if "must" in row)
-    whole, *others = broken["rows"]
-    assert (whole["name"], whole["passed"], whole["caught"]) == ("nothing broken", True, False)
-    assert others and all(row["caught"] and row["by"] for row in others)
-    assert [row["name"] for row in clean["rows"]] == ["memcheck", "racecheck", "synccheck", "initcheck"]
-    own = [row for row in stock["rows"] if row["name"].startswith("exact_topk ")]
-    assert own and all(row["holds"] and row["value"] == 0 for row in (*clean["rows"], *own))
+    assert [row["name"] for row in broken["rows"]] == [mutate.WHOLE, *mutate.MUTATIONS]
+    assert all(mutate.right(row) and (row["by"] or row["name"] == mutate.WHOLE) for row in broken["rows"])
+    assert [row["name"] for row in clean["rows"]] == list(sanitize.TOOLS)
+    own = {row["name"]: row for row in stock["rows"] if row["name"].startswith("exact_topk ")}
+    # The sets of rows with a NaN are left out; of the others none is.
+    assert own.keys() == {
+        f"exact_topk {kind}" for kind in KINDS if not np.isnan(make(kind, 8, 4096, stock["seed"])).any()
+    }
+    assert all(row["holds"] and row["value"] == 0 for row in (*clean["rows"], *own.values()))
 
 
 def test_the_page_tells_the_evidences_times_and_verdicts() -> None:
