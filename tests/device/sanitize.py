@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lab import provenance
-from tests.device.topk_data import make
+from tests.device.topk_data import make, of_the_kernel
 from tests.device.tree import REPOSITORY, install
 from tests.engine.decode import topk_oracle as oracle
 
@@ -94,7 +94,8 @@ def main() -> int:
     rows = under_all()
     for row in rows:
         sys.stdout.write(f"{'holds' if row['holds'] else 'DOES NOT HOLD':<14}{row['name']:<10}{row['told']}\n")
-    options.json.write_text(json.dumps({**provenance.of(__file__, SEED), "rows": rows}, indent=1) + "\n")
+    head = {**provenance.of(__file__, SEED), **of_the_kernel()}
+    options.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     return 0 if all(row["holds"] for row in rows) else 1
 
 

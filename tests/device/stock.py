@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.topk import K, Peer, stock_aot, stock_v2, torch_topk, wrong_rows
 from lab import provenance
-from tests.device.topk_data import KINDS, make
+from tests.device.topk_data import KINDS, make, of_the_kernel
 from tests.device.tree import install
 from tests.engine.decode import topk_oracle as oracle
 
@@ -61,7 +61,7 @@ def main() -> int:
             "stock topk_v2": stock_v2(options.stock_v2),
             "torch.topk": torch_topk,
         }
-        head = provenance.of(__file__, SEED)
+        head = {**provenance.of(__file__, SEED), **of_the_kernel()}
         for kind in KINDS:
             if np.isnan(make(kind, 8, 4096, SEED)).any():
                 continue

@@ -55,12 +55,21 @@ LENGTHS = (-4, -1, 0, 1, 3, 511, 1023, 2047, 2048, 2049, 2051, 4095, 4096, 4097,
            262145, 1 << 20, (1 << 20) + 5)
 # fmt: on
 # What several runs add up.
-SUMS = ("rows", "row_launches", "wrong_rows", "unequal_launches", "launches_beside_noise", "graph_replays")
+SUMS = (
+    "rows",
+    "row_launches",
+    "wrong_rows",
+    "unequal_launches",
+    "launches_beside_noise",
+    "graph_replays",
+    "tests",
+    "failed_tests",
+)
 counts: dict[str, Any] = {"rows": 0, "row_launches": 0, "wrong_rows": 0, "unequal_launches": 0, "cases": {}}
 
 
 @pytest.fixture(scope="session")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     began = time.monotonic()
     module = install(tmp_path_factory.mktemp("tree"))
     module.prepare("cuda:0")
@@ -73,6 +82,8 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         counts["nvcc"] = next((line for line in nvcc if "release" in line), "")
         counts["processors"] = torch.cuda.get_device_properties(0).multi_processor_count
         counts["source_sha256"] = module.SOURCE_SHA256
+        # What is written is of a run that may have failed elsewhere: the counts alone would not tell.
+        counts["tests"], counts["failed_tests"] = request.session.testscollected, request.session.testsfailed
         write(Path(path))
 
 

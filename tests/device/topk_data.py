@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.device.tree import REPOSITORY
 
 Rows = NDArray[np.float32]
 Rng = np.random.Generator
@@ -175,3 +178,8 @@ def make(kind: str, rows: int, width: int, seed: int) -> Rows:
     rng = np.random.default_rng([seed, rows, width, KINDS.index(kind)])
     made: Rows = np.ascontiguousarray(_KINDS[kind](rng, rows, width), dtype=np.float32)
     return made
+
+
+def of_the_kernel() -> dict[str, str]:
+    """What a result says of the source that was compiled, which is no module."""
+    return {"source_sha256": hashlib.sha256((REPOSITORY / "sources/kernels/exact_topk.cu").read_bytes()).hexdigest()}

@@ -598,7 +598,11 @@ def test_the_evidence_is_of_this_source_and_its_verdicts_follow_from_its_figures
         json.loads((folder / f"{name}.json").read_text())
         for name in ("exactness", "speed", "mutations", "sanitizer", "stock")
     )
-    assert exact["source_sha256"] == speed["source_sha256"] == call.SOURCE_SHA256
+    for one in (exact, speed, broken, clean, stock):
+        assert one["source_sha256"] == call.SOURCE_SHA256, one["script"]
+    assert broken["tests"] == {exact["script"]: exact["script_sha256"]}
+    # All of them but the one that starts the sanitizers, which have a result of their own.
+    assert (exact["tests"], exact["failed_tests"]) == (370, 0)
     assert exact["rows"] == sum(case["rows"] for case in exact["cases"].values()) >= 10_000
     assert exact["wrong_rows"] == exact["unequal_launches"] == 0
     # A run of a part of the tests leaves a result too.
