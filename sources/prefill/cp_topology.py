@@ -86,12 +86,14 @@ def check_start(server_args: Any) -> None:
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_platform
 
-    cfg, platform = resolved_view(server_args), get_platform()
+    cfg, model, platform = resolved_view(server_args), model_config_of(server_args), get_platform()
     shape = (("tp_size", TP_SIZE), ("attn_cp_size", CP_SIZE))
     gates.require(
         GATE,
         [
-            ("architecture", ARCHITECTURES, model_config_of(server_args).hf_config.architectures[0]),
+            ("architecture", ARCHITECTURES, model.hf_config.architectures[0]),
+            # The boundaries were compared in these alone.
+            ("the model's dtype", ("torch.bfloat16", "torch.float32"), str(model.dtype)),
             *gates.facts_of(cfg, (*shape, *_CONDITIONS)),
             ("the backend of prefill CUDA graphs", "disabled", cfg.cuda_graph_config.prefill.backend),
             ("SGLANG_ENABLE_CP_V2", True, bool(envs.SGLANG_ENABLE_CP_V2.get())),

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from lab.models.collectives import Collective, Op
 from lab.rig.standins import SITE, environment
 from tests.engine.prefill.cp_ranks import SPARSE, reference
-from tests.engine.prefill.cp_rig import CP, HIDDEN
+from tests.engine.prefill.cp_rig import ATTN_TP, CP, HIDDEN, TP
 from tests.rig.cp_inside import CASES
 
 pytestmark = pytest.mark.rig
@@ -84,3 +85,32 @@ def test_the_forms_are_these_collectives(ranks: Ranks) -> None:
     half = [(sum_, "attention_tp", s), (part, "tp", s // 2), (part, "attention_tp", s // 2)]
     for name, entry in (("plain fp32", plain), ("sp fp32", half)):
         assert ranks[0][name][2] == [(first, "attention_tp", s)] + (entry + leave) * experts
+
+
+OPS = {
+    "all_reduce": Op.ALL_REDUCE,
+    "reduce_scatter_tensor": Op.REDUCE_SCATTER,
+    "all_gather_into_tensor": Op.ALL_GATHER,
+}
+SIZES = {"tp": TP, "attention_tp": ATTN_TP, "attn_cp": CP}
+
+
+def sent(call: tuple[str, str, int], itemsize: int) -> int:
+    """Bytes that a rank sends in one traced call; the light version counts the same in rings that it runs itself."""
+    name, group, given = call
+    whole = given * SIZES[group] if OPS[name] is Op.ALL_GATHER else given
+    return Collective(name, OPS[name], SIZES[group], whole * itemsize).sent
+
+
+@pytest.mark.parametrize(("form", "calls", "halves"), [("plain", 2, 8), ("sp", 3, 9)])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "padded"])
+def test_the_entry_sends_four_and_four_and_a_half_s_as_integers(
+    ranks: Ranks, name: str, form: str, calls: int, halves: int
+) -> None:
+    case = CASES[name]
+    s = case.rows * HIDDEN * case.dtype.itemsize
+    for result in ranks:
+        dense, *rest = (sent(call, case.dtype.itemsize) for call in result[f"{form} {name}"][2])
+        layers = [rest[first : first + calls + 2] for first in range(0, len(rest), calls + 2)]
+        assert dense == s and len(layers) == sum(SPARSE)
+        assert [(2 * sum(layer[:calls]), sum(layer[calls:])) for layer in layers] == [(halves * s, 4 * s)] * len(layers)

@@ -262,6 +262,7 @@ def start(
     environment: Mapping[str, bool] | None = None,
     graphs: str = "disabled",
     platform: str = "",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Run the tree's own resolution pipeline on arguments that are resolved already, up to its end."""
     fields = {**GOOD, **ABOVE, **(changed or {}), "model_path": "m", "device": "cuda"}
@@ -269,7 +270,7 @@ def start(
     record = dataclasses.make_dataclass("Args", [(name, Any, None) for name in (*fields, "cuda_graph_config")])
     args: Any = record(**fields, cuda_graph_config=graph)
     known = blanks(tree.root, PIPELINE)
-    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]), dtype=dtype)
     answers: dict[str, Callable[[Any], Any]] = {name: lambda args: args for name in ("resolved_view", "resolving_view")}
     vars(known[f"{SRT}.arg_groups.overrides"]).update(model_config_of=lambda args: model, **answers)
     switches = {name: SimpleNamespace(get=lambda value=value: value) for name, value in
@@ -300,6 +301,14 @@ def test_another_model_is_refused_at_start(on: Tree, off: Tree, architecture: st
     with pytest.raises(ValueError, match=f"architecture must be 'GlmMoeDsaForCausalLM', got '{architecture}'"):
         start(on, architecture=architecture)
     start(off, architecture=architecture)
+
+
+def test_a_model_in_half_precision_is_refused_at_start(on: Tree, off: Tree) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        start(on, dtype=dtype)
+    with pytest.raises(ValueError, match=r"the model's dtype must be .*, got 'torch\.float16'"):
+        start(on, dtype=torch.float16)
+    start(off, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)

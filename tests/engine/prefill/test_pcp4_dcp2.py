@@ -18,7 +18,7 @@ import pytest
 from tests.engine.prefill.cp_rig import TOPOLOGY, Journal, parallel_state
 from tests.engine.prefill.cp_rig import Tree as Layers
 from tests.engine.prefill.pack_rig import PEER, Engine, Plan, Tree, World
-from tests.engine.prefill.test_cp4_attention_tp2 import ALL_CP, start
+from tests.engine.prefill.test_cp4_attention_tp2 import ALL_CP, BAD, start
 
 Root = Callable[[str], Path]
 NARROW = "SGLANG_RESEARCH_PCP4_DCP2"
@@ -484,6 +484,22 @@ def test_with_both_gates_set_the_topology_starts(patched: Root) -> None:
 def test_the_gate_alone_is_refused_at_start_and_names_the_other(patched: Root) -> None:
     with pytest.raises(ValueError, match=f"{NARROW} is set, but: {TOPOLOGY} must be True, got False"):
         start(Layers(patched("prefill"), {NARROW: "1"}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("disaggregation_mode", "dcp_size", "enable_dsa_cache_layer_split"),
+        *("enable_hierarchical_cache", "hicache_storage_backend", "enable_lmcache"),
+    ],
+)
+def test_it_names_each_argument_that_does_not_fit_whatever_the_other_gate_says(patched: Root, name: str) -> None:
+    tree = Layers(patched("prefill"), {TOPOLOGY: "1", NARROW: "1"})
+    # The topology's own check comes first, and asks for the same.
+    with mock.patch.object(tree.topology, "check_start"):
+        start(tree)
+        with pytest.raises(ValueError, match=rf"{NARROW} is set, but: {name} must be .*got {BAD[name]!r}"):
+            start(tree, {name: BAD[name]})
 
 
 def test_what_would_send_from_all_cp_ranks_or_by_another_backend_is_refused_at_start(patched: Root) -> None:
