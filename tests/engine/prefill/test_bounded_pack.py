@@ -887,6 +887,13 @@ def test_descriptors_of_a_send_as_the_real_planner_and_sender_make_them(base: Tr
     assert (sum(found[0]) * layers, sum(found[1]) * layers) == (stock_blocks, sliced_blocks)
 
 
+def test_the_table_on_the_page_is_the_one_that_is_counted() -> None:
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
+    for tokens, counts in DESCRIPTORS.items():
+        row = [f"{count:,}" if count else "-" for count in (tokens, *counts)]
+        assert row in [line.split() for line in page.splitlines()]
+
+
 # --- start-up, counters, other backends -----------------------------------------------------------------------------
 
 GOOD = {
