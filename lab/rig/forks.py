@@ -1,4 +1,4 @@
-"""Runs inside every engine process, for few cores: forks in place of spawns, and a controller that sleeps.
+"""Runs inside every engine process, for few cores: forks in place of spawns, and loops that rest while they wait.
 
 An engine's further processes are forked, so that it is imported once.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import time
 from types import ModuleType
 from typing import Any
 
@@ -52,3 +53,20 @@ def _sleep(module: ModuleType) -> None:
         return receive(socket, flags=flags)
 
     vars(module)["sock_recv"] = sock_recv
+
+
+@after("sglang.srt.managers.scheduler")
+def _rest(module: ModuleType) -> None:
+    """Have a scheduler rest between two looks at what it waits for; the engine's own flag is for one without requests.
+
+    A D whose KV is on its way would turn its loop at full speed, and take a core from the P that computes it.
+    """
+    scheduler: Any = module.Scheduler
+    stock = scheduler.on_idle
+
+    def on_idle(self: Any) -> None:
+        stock(self)
+        if not self.is_fully_idle():
+            time.sleep(0.002)
+
+    scheduler.on_idle = on_idle

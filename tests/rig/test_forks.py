@@ -95,3 +95,25 @@ def test_a_controller_that_would_turn_in_a_loop_waits_for_a_message(flags: int, 
     vars(module)["sock_recv"] = receive
     forks._sleep(module)
     assert module.sock_recv(socket, flags=flags) == "message" and socket.calls == calls
+
+
+@pytest.mark.parametrize(("idle", "rests"), [(False, [0.002]), (True, [])])
+def test_a_scheduler_that_waits_for_a_transfer_rests_between_two_looks(
+    idle: bool, rests: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scheduler:
+        looked = 0
+
+        def on_idle(self) -> None:
+            self.looked += 1
+
+        def is_fully_idle(self) -> bool:
+            return idle
+
+    module, slept = ModuleType("scheduler"), list[float]()
+    vars(module)["Scheduler"] = Scheduler
+    monkeypatch.setattr("time.sleep", slept.append)
+    forks._rest(module)
+    one = Scheduler()
+    one.on_idle()
+    assert one.looked == 1 and slept == rests
