@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks import picture
 
 ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "evidence" / "topk"
@@ -35,12 +35,7 @@ def series() -> tuple[list[str], dict[str, list[float | None]]]:
 
 def draw(path: Path) -> None:
     """Write the picture; equal evidence gives equal bytes with one version of matplotlib."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "topk", "font.size": 9})
-    from matplotlib import pyplot
-
+    pyplot = picture.begin("topk")
     shapes, lines = series()
     figure, axes = pyplot.subplots(2, 1, figsize=(10, 9), sharex=True)
     floor = lines["read floor"]
@@ -64,12 +59,7 @@ def draw(path: Path) -> None:
     axes[0].legend(fontsize=8)
     axes[1].set_xticks(list(at), shapes, rotation=40, ha="right")
     axes[1].set_xlabel("rows x columns, float32, k = 2048, one NVIDIA H200, cold L2")
-    figure.tight_layout()
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    picture = re.sub(r" <metadata>.*?</metadata>\n", "", buffer.getvalue(), flags=re.DOTALL)
-    # Namespaces are names, not places: spelled so that the scan for hosts does not take them for one.
-    path.write_text(picture[picture.index("<svg") :].replace("http://", "http:&#47;/"))
+    picture.write(figure, path)
 
 
 if __name__ == "__main__":

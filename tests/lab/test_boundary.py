@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import boundary_plot
 from lab.models.boundary import Layout, Shape, entry, exit_, sent
 from lab.models.collectives import Collective, NotDivisible, Op
 
@@ -136,3 +137,9 @@ def test_a_world_that_cannot_be_is_refused_before_anything_starts(
     done = run(tmp_path, *options, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_the_picture_of_the_two_gpus_is_drawn_from_their_result(tmp_path: Path) -> None:
+    result = ROOT / "evidence" / "boundary" / "h200-x2-boundary.json"
+    boundary_plot.draw(result, tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_bytes() == result.with_suffix(".svg").read_bytes()
