@@ -167,10 +167,16 @@ def test_the_words_that_an_option_takes_are_in_its_row(option: str) -> None:
 # JSON.
 
 
+def verbs() -> Iterator[ast.AST]:
+    """The source of what the verbs say."""
+    for name in ("cli.py", "change.py"):
+        yield from ast.walk(ast.parse((PACKAGE / name).read_text(encoding="utf-8")))
+
+
 def result_keys() -> set[str]:
-    """Every key that the command line puts into ``report.result``, read from its source."""
+    """Every key that a verb puts into ``report.result``, read from its source."""
     keys: set[str] = set()
-    for node in ast.walk(ast.parse((PACKAGE / "cli.py").read_text(encoding="utf-8"))):
+    for node in verbs():
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "report.result":
             assert isinstance(node.slice, ast.Constant)
             keys.add(str(node.slice.value))
@@ -178,9 +184,9 @@ def result_keys() -> set[str]:
 
 
 def inner_keys(name: str) -> set[str]:
-    """The keys of the table that the command line assigns to ``report.result[name]``, and those that it adds later."""
+    """The keys of the table that a verb assigns to ``report.result[name]``, and those that it adds later."""
     keys: set[str] = set()
-    for node in ast.walk(ast.parse((PACKAGE / "cli.py").read_text(encoding="utf-8"))):
+    for node in verbs():
         place = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
         if isinstance(node, ast.Assign) and place == f"report.result[{name!r}]":
             assert isinstance(node.value, ast.Dict)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from patchbundle import cli, private
+from patchbundle import private
+from patchbundle.errors import Exit
 from tests import toy as toys
 from tests import trees
-from tests.toy import Toy, cache_at
+from tests.toy import Toy
 from tests.trees import Result
 
 ENGINE = "sglang/srt/engine.py"
@@ -186,16 +190,27 @@ def test_a_foreign_file_of_ours_is_shown_whole(toy: Toy) -> None:
     assert shown[f"{toys.HOME}/deep"] == "a folder"
 
 
-def coloured(toy: Toy, *, color: bool) -> str:
-    words = ["status", "--bundle", str(toy.bundle), "--root", str(toy.tree), "--diff"]
-    with cache_at(toy.cache):
-        return CliRunner().invoke(cli.apply_cli, words, color=color).stdout
+def on_a_terminal(toy: Toy, *words: str) -> str:
+    """What a command of its own writes to a terminal."""
+    ours, its = os.openpty()
+    command = [sys.executable, str(trees.REPOSITORY / "tools/apply.py"), *words]
+    with subprocess.Popen(command, env=toy.environment, stdin=subprocess.DEVNULL, stdout=its) as process:
+        os.close(its)
+        said = b""
+        # The other side is gone: Linux calls that an error.
+        with contextlib.suppress(OSError):
+            while part := os.read(ours, 1 << 16):
+                said += part
+    os.close(ours)
+    assert process.returncode == Exit.REFUSED
+    return said.decode()
 
 
 def test_a_terminal_gets_colours_and_a_file_none(toy: Toy) -> None:
     place = toy.tree / ENGINE
     place.write_bytes(place.read_bytes().replace(b"engine = 20\n", b"engine = 21\n"))
-    plain, bright = coloured(toy, color=False), coloured(toy, color=True)
+    words = ("status", "--bundle", str(toy.bundle), "--root", str(toy.tree), "--diff")
+    plain, bright = trees.child(toy, *words).out, on_a_terminal(toy, *words)
     assert "\x1b" not in plain
     assert "\x1b[31m-engine = 20\x1b[0m" in bright
     assert "\x1b[32m+engine = 21\x1b[0m" in bright
@@ -204,7 +219,8 @@ def test_a_terminal_gets_colours_and_a_file_none(toy: Toy) -> None:
 
 def test_what_stands_in_a_file_does_not_speak_to_the_terminal(toy: Toy) -> None:
     (toy.tree / ENGINE).write_bytes(b"\x1b]0;title\x07\x1b[2J\r\xc2\x9b31m\tkept\n")
-    shown = coloured(toy, color=False)
+    words = ("status", "--bundle", str(toy.bundle), "--root", str(toy.tree), "--diff")
+    shown = trees.child(toy, *words).out
     assert not {"\x1b", "\x07", "\r", "\x9b"} & set(shown)
     assert "+\\x1b]0;title\\x07\\x1b[2J\\r\\x9b31m\tkept" in shown
 

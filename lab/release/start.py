@@ -80,6 +80,7 @@ class Carried:
 if __name__ == "__main__":
     import gc
     import io
+    import shlex
     import zipfile
     from pathlib import Path
 
@@ -89,15 +90,21 @@ if __name__ == "__main__":
     del content
     sys.meta_path.insert(0, carried)
 
-    from patchbundle import store
+    from patchbundle import errors, store
 
     # The bundle too is read from these bytes. From here on a module may be there in parts.
     carried.archive = store.OPEN[Path(PLACE).resolve()] = store.Archive(carried.archive)
+    errors.program = "python3 " + shlex.quote(sys.argv[0])
+    # Before the whole command line is there: half of the time of what is plain.
+    bundle = Path(PLACE).resolve() / "patchbundle" / "_bundle"
     if sys.argv[1:2] == ["exec"]:
         from patchbundle import guard
 
-        # Before the whole command line is there: half of a start's time.
-        guard.at_once(sys.argv[2:], Path(PLACE).resolve() / "patchbundle" / "_bundle")
+        guard.at_once(sys.argv[2:], bundle)
+    elif sys.argv[1:2] in (["apply"], ["revert"]):
+        from patchbundle import change
+
+        change.at_once(sys.argv[1:], bundle)
 
     from patchbundle.cli import main_node
 

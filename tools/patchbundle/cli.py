@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import shlex
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,21 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from patchbundle import __version__, errors, output, store
+from patchbundle import __version__, output, store
 from patchbundle.errors import BundleError, Exit, Reason
+from patchbundle.report import Report
 
 # What only some verbs need is imported by those: half of a short verb's time was the imports of the others.
 if TYPE_CHECKING:
     from patchbundle.manifest import Bundle
-    from patchbundle.plan import Plan
     from patchbundle.processes import Census, Process
     from patchbundle.state import State
     from patchbundle.target import Target
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_SCHEMA = 1
-# Verbs that change nothing.
-_READERS = ("plan", "status", "check", "rebase-report", "env", "explain")
 # What a node needs; the rest is for a workstation with a clone.
 NODE_VERBS = ("plan", "apply", "revert", "status", "explain", "recover", "exec", "env")
 
@@ -39,75 +34,6 @@ def bundle_root() -> Path:
     here = Path(__file__).resolve().parent
     installed = here / "_bundle"
     return installed if store.is_folder(installed) else here.parents[1]
-
-
-class Report:
-    """What a verb has to say. Text goes out as it comes, JSON once at the end."""
-
-    def __init__(self, verb: str, as_json: bool, verbose: bool) -> None:
-        self.verb = verb
-        self.as_json = as_json
-        self.verbose = verbose
-        self.result: dict[str, Any] = {}
-        # Folders by the names that stand for them; None prints JSON as it is.
-        self.hidden: dict[str, str] | None = None
-        self._began = time.monotonic()
-
-    def say(self, text: str = "") -> None:
-        if not self.as_json:
-            click.echo(_shown(text))
-
-    def detail(self, text: str) -> None:
-        if self.verbose:
-            self.say(text)
-
-    def progress(self, text: str) -> None:
-        """Something takes a while: tell on standard error, from the first second on."""
-        if self.verbose or time.monotonic() - self._began > 1.0:
-            click.echo(f"… {_shown(text)}", err=True)
-
-    def end(self, code: Exit, error: BundleError | None = None) -> None:
-        if self.as_json:
-            import json
-
-            table = {
-                "schema": _SCHEMA,
-                "tool": __version__,
-                "verb": self.verb,
-                "exit": int(code),
-                "result": self.result,
-                "error": None if error is None else error.as_dict(),
-            }
-            if self.hidden is not None:
-                from patchbundle import private
-
-                table = private.scrubbed(table, self.hidden)
-            click.echo(json.dumps(_all_shown(table), indent=1, sort_keys=True))
-        elif error is not None:
-            click.echo(_shown(str(error)), err=True)
-        self._last_word(code)
-        sys.exit(int(code))
-
-    def _last_word(self, code: Exit) -> None:
-        """If words were lost, say so where it may still be read: the exit code is that of what was done."""
-        lost = output.lost()
-        # Whoever pipes what a reader prints into head, or leaves a pager, has read enough.
-        if lost is not None and not (isinstance(lost, BrokenPipeError) and self.verb in _READERS):
-            why = (lost.strerror if isinstance(lost, OSError) else None) or str(lost)
-            click.echo(f"warning: output was lost ({why}); {self.verb} ended with exit code {int(code)}", err=True)
-
-
-def _shown(text: str) -> str:
-    """Text as it is printed: a file name's bytes as UTF-8, whatever the locale made of them."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def _all_shown(value: Any) -> Any:
-    if isinstance(value, str):
-        return _shown(value)
-    if isinstance(value, Mapping):
-        return {_all_shown(key): _all_shown(item) for key, item in value.items()}
-    return [_all_shown(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def verb(name: str) -> Callable[[Callable[..., Exit]], Callable[..., None]]:
@@ -126,19 +52,8 @@ def verb(name: str) -> Callable[[Callable[..., Exit]], Callable[..., None]]:
         @functools.wraps(function)
         def callback(as_json: bool, verbose: bool, bundle_path: Path | None, **options: Any) -> None:
             report = Report(name, as_json, verbose)
-            try:
-                code = function(report, (bundle_path or bundle_root()).resolve(), **options)
-            except BundleError as error:
-                report.end(error.exit_code, error)
-            except OSError as error:
-                where = error.filename or "a call on the file system"
-                fault = BundleError(Reason.UNREADABLE, str(where), found=error.strerror or str(error))
-                report.end(fault.exit_code, fault)
-            except MemoryError:
-                fault = BundleError(Reason.UNREADABLE, "a file of the bundle or the target", found="not enough memory")
-                report.end(fault.exit_code, fault)
-            else:
-                report.end(code)
+            bundle = (bundle_path or bundle_root()).resolve()
+            report.run(lambda: function(report, bundle, **options))
 
         return callback
 
@@ -162,7 +77,7 @@ def target_options(function: _F) -> _F:
 
 
 def signature_options(function: _F) -> _F:
-    """The bundle has to be signed. :func:`_require_signature` takes what they say out of the options."""
+    """The bundle has to be signed. :func:`_signed` takes what they say out of the options."""
     require = click.option(
         "--require-signature",
         metavar="PUBKEY",
@@ -177,29 +92,23 @@ def signature_options(function: _F) -> _F:
     return require(place(function))
 
 
-def _require_signature(report: Report, bundle: Bundle, options: dict[str, Any]) -> None:
+def _signed(options: dict[str, Any]) -> tuple[str, Path | None] | None:
     key, file = options.pop("require_signature"), options.pop("signature_file")
-    if key is None:
-        if file is not None:
-            raise click.UsageError("--signature goes with --require-signature PUBKEY")
-        return
-    from patchbundle import signature
-
-    report.result["signature"] = signature.require(bundle, key, file)
-    report.say(f"signed:  {report.result['signature']}")
+    if key is None and file is not None:
+        raise click.UsageError("--signature goes with --require-signature PUBKEY")
+    return None if key is None else (key, file)
 
 
 def _discover(report: Report, bundle: Bundle, options: Mapping[str, Any]) -> Target:
-    from patchbundle import target as target_module
+    from patchbundle import change
 
+    _refuse_two(options)
+    return change.discover(report, bundle, **options)
+
+
+def _refuse_two(options: Mapping[str, Any]) -> None:
     if options["root"] is not None and options["python"] is not None:
         raise click.UsageError("give --root or --python, not both")
-    target = target_module.discover(bundle, **options)
-    for line in target.describe():
-        report.say(line)
-    report.result["target"] = {"root": str(target.root), "version": target.version, "torch": target.torch}
-    report.result["warnings"] = target.warnings
-    return target
 
 
 def _hide(report: Report, bundle_path: Path, options: Mapping[str, Any]) -> None:
@@ -212,25 +121,6 @@ def _hide(report: Report, bundle_path: Path, options: Mapping[str, Any]) -> None
         report.hidden = private.names_of(places)
 
 
-def _plan_result(report: Report, plan: Plan) -> None:
-    report.result["plan"] = {
-        "base": plan.base.id,
-        "from": plan.start.name,
-        "to": plan.goal.name,
-        "operations": [
-            {"verb": op.verb, "path": op.path, "old": str(op.old), "new": str(op.new)} for op in plan.operations
-        ],
-        "new_folders": list(plan.new_folders),
-        "gone_folders": list(plan.gone_folders),
-    }
-    report.say(f"base:    {plan.base.id} ({plan.base.role})")
-    report.say(f"from:    level {plan.start.level} ({plan.start.name})")
-    report.say(f"to:      level {plan.goal.level} ({plan.goal.name})")
-    for op in plan.operations:
-        report.say(f"  {op.verb:<7} {op.path}")
-        report.detail(f"          {op.old.brief()} -> {op.new.brief()}")
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="patchbundle")
 def apply_cli() -> None:
@@ -240,101 +130,6 @@ def apply_cli() -> None:
     Exit codes: 0 done, 1 refused, 2 usage, 3 nothing to do, 4 recovery needed,
     5 another process is writing, 6 the file system or the network failed (the tree is as it was).
     """
-
-
-def _tell_running(report: Report, root: Path, refuse: bool) -> None:
-    """Warn of what runs from the tree that is about to change, or refuse.
-
-    Raises:
-        BundleError: RUNNING.
-    """
-    from patchbundle import processes
-
-    try:
-        census = processes.of_tree(root, time.time())
-    except OSError:
-        if refuse:
-            raise
-        return
-    found = [f"{process.name}, pid {process.pid}" for process in census.processes]
-    if refuse and found:
-        raise BundleError(Reason.RUNNING, str(root), expected="no process that runs from it", found="; ".join(found))
-    warnings = [f"{process}, runs from this tree: it keeps the old code until it is restarted" for process in found]
-    if refuse and census.closed:
-        warnings.append(f"{census.closed} interpreters of other users cannot be looked into")
-    _warn(report, warnings)
-
-
-def _warn(report: Report, warnings: Iterable[str]) -> None:
-    for warning in warnings:
-        report.result["warnings"].append(warning)
-        report.say(f"warning: {warning}")
-
-
-def _overlay(
-    report: Report, bundle: Bundle, target: Target, to: str | None, release: str | None, place: Path, dry_run: bool
-) -> Exit:
-    from patchbundle import overlay
-
-    place = place.absolute()
-    plan = overlay.make(bundle, target, place, to, release=release, dry_run=dry_run, progress=report.progress)
-    _plan_result(report, plan)
-    if dry_run:
-        report.say("dry run: nothing was written")
-        return Exit.DONE
-    report.say(f"done: level {plan.goal.level} ({plan.goal.name}) in {place}; {target.root} is as it was")
-    for line in overlay.uses(place, target.root, plan.base):
-        report.say(f"  {line}")
-    other = overlay.shadow(place, plan.base)
-    if other is not None:
-        _warn(report, [f"{other} comes before it for what is started in this folder with -m or -c"])
-    return Exit.DONE
-
-
-def _change(direction: str) -> Callable[..., Exit]:
-    def run(
-        report: Report,
-        bundle_path: Path,
-        to: str | None,
-        dry_run: bool,
-        refuse_if_running: bool,
-        release: str | None = None,
-        overlay: Path | None = None,
-        **options: Any,
-    ) -> Exit:
-        from patchbundle import manifest, preflight, transaction, work
-        from patchbundle.disk import Disk
-        from patchbundle.tree import Tree
-
-        if overlay is not None and refuse_if_running:
-            raise click.UsageError("--overlay changes no tree: nothing that runs is in its way")
-        bundle = manifest.load(bundle_path)
-        if direction == "apply":
-            _require_signature(report, bundle, options)
-        target = _discover(report, bundle, options)
-        if overlay is not None:
-            return _overlay(report, bundle, target, to, release, overlay, dry_run)
-        # The lock first: a plan made without it may be out of date when it is carried out.
-        with Tree(target.root) if dry_run else transaction.locked(target.root) as tree:
-            state, plan = work.make_plan(bundle, target, direction, to, release=release, tree=tree)
-            _plan_result(report, plan)
-            if not plan.operations:
-                report.say(f"nothing to do: the tree is at level {plan.goal.level} ({plan.goal.name})")
-                return Exit.NOTHING_TO_DO
-            _tell_running(report, target.root, refuse_if_running)
-            if not isinstance(tree, Disk):
-                _warn(report, preflight.check(tree, plan, target.mirrors))
-                report.say("dry run: nothing was written")
-                return Exit.DONE
-            outcome = work.execute(bundle, target, state, plan, report.progress, disk=tree)
-        report.result["dropped_bytecode"] = list(outcome.dropped)
-        for path in outcome.dropped:
-            report.detail(f"  dropped {path}")
-        _warn(report, outcome.warnings)
-        report.say(f"done: level {plan.goal.level} ({plan.goal.name}); restart what runs from this tree")
-        return Exit.DONE
-
-    return run
 
 
 _to = click.option("--to", metavar="ID", help="Stop at this patch; 'base' is the release itself.  [default: all]")
@@ -361,7 +156,9 @@ _running = click.option("--refuse-if-running", is_flag=True, help="Refuse while 
 @verb("apply")
 def apply_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
     """Apply the series, up to --to."""
-    return _change("apply")(report, bundle_path, **options)
+    if options["overlay"] is not None and options["refuse_if_running"]:
+        raise click.UsageError("--overlay changes no tree: nothing that runs is in its way")
+    return _change(report, bundle_path, "apply", signed=_signed(options), **options)
 
 
 @apply_cli.command("revert")
@@ -372,7 +169,14 @@ def apply_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
 @verb("revert")
 def revert_command(report: Report, bundle_path: Path, **options: Any) -> Exit:
     """Take the series off, down to --to."""
-    return _change("revert")(report, bundle_path, **options)
+    return _change(report, bundle_path, "revert", **options)
+
+
+def _change(report: Report, bundle_path: Path, direction: str, **options: Any) -> Exit:
+    from patchbundle import change
+
+    _refuse_two(options)
+    return change.carry_out(report, bundle_path, change.Order(direction, **options))
 
 
 @apply_cli.command("plan")
@@ -385,14 +189,14 @@ def plan_command(
     report: Report, bundle_path: Path, to: str | None, release: str | None, down: bool, **options: Any
 ) -> Exit:
     """Show what apply (or revert) would do. Needs no lock and no write access."""
-    from patchbundle import manifest, work
+    from patchbundle import change, manifest, work
 
     if down and release is not None:
         raise click.UsageError("--release is a way up; --revert goes by the bundle that knows the tree")
     bundle = manifest.load(bundle_path)
     target = _discover(report, bundle, options)
     _, plan = work.make_plan(bundle, target, "revert" if down else "apply", to, release=release)
-    _plan_result(report, plan)
+    change.say_plan(report, plan)
     if not plan.operations:
         report.say("nothing to do")
         return Exit.NOTHING_TO_DO
@@ -580,7 +384,8 @@ def _say_differences(report: Report, target: Target, state: State) -> None:
             # What stands in a file must not speak to the terminal.
             text = "".join(sign if sign.isprintable() or sign == "\t" else ascii(sign)[1:-1] for sign in line)
             bold = line.startswith(("diff ", "+++ ", "--- "))
-            report.say(click.style(text, fg=None if bold else colours.get(line[:1]), bold=bold or None))
+            styled = click.style(text, fg=None if bold else colours.get(line[:1]), bold=bold or None)
+            report.say(styled if sys.stdout.isatty() else text)
 
 
 @apply_cli.command("explain")
@@ -801,11 +606,11 @@ def attest_command(report: Report, bundle_path: Path, out: Path, key: Path | Non
 @verb("image")
 def image_command(report: Report, bundle_path: Path, down: bool, **options: Any) -> Exit:
     """Apply a series to an image, as one more layer, without a daemon."""
-    from patchbundle import manifest
+    from patchbundle import change, manifest
 
-    image = _extra("image")
+    image, signed = _extra("image"), _signed(options)
     bundle = manifest.load(bundle_path)
-    _require_signature(report, bundle, options)
+    change.require_signature(report, bundle, signed)
     made = image.patch(bundle, image.Order(direction="revert" if down else "apply", **options), report.progress)
     for line in made.target.describe():
         report.say(line)
@@ -816,7 +621,7 @@ def image_command(report: Report, bundle_path: Path, down: bool, **options: Any)
     }
     report.result["warnings"] = list(made.warnings)
     report.result["dropped_bytecode"] = list(made.dropped)
-    _plan_result(report, made.plan)
+    change.say_plan(report, made.plan)
     if not made.plan.operations:
         report.say(f"nothing to do: the image is at level {made.plan.goal.level} ({made.plan.goal.name})")
         return Exit.NOTHING_TO_DO
@@ -1044,8 +849,9 @@ def check_cli(
     \b
     Exit codes: 0 holds, 1 does not hold, 2 usage, 4 a run was interrupted, 6 the file system failed.
     """
-    from patchbundle import manifest
+    from patchbundle import change, manifest
 
+    signed = _signed(options)
     targeted = options["root"] is not None or options["python"] is not None
     if targeted and not evidence:
         # Scan and strict reading are what an author needs. That these are the bytes that passed, the lock tells.
@@ -1059,7 +865,7 @@ def check_cli(
         bundle = manifest.load(bundle_path)
         launch.check_files(bundle_path)
         patches = len(bundle.patches)
-    _require_signature(report, bundle, options)
+    change.require_signature(report, bundle, signed)
     # Reading them is checking them.
     filed = [item.release for item in bundle.filed]
     report.result["bundle"] = {"digest": bundle.lock.digest, "files": files, "patches": patches, "releases": filed}
@@ -1119,7 +925,6 @@ def _check_evidence(report: Report, root: Path) -> None:
 
 def main_node(name: str) -> None:
     """Entry point of the one file: the verbs that a node needs, and ``check``."""
-    errors.program = f"python3 {shlex.quote(name)}"
     for other in set(apply_cli.commands) - set(NODE_VERBS):
         del apply_cli.commands[other]
     apply_cli.add_command(check_cli, "check")

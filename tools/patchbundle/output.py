@@ -75,3 +75,10 @@ def install() -> None:
 def lost() -> OSError | ValueError | None:
     """Why something of standard output was lost, if it was."""
     return getattr(sys.stdout, "lost", None)
+
+
+def line(text: str = "", *, error: bool = False) -> None:
+    """Write a line, at once."""
+    stream = sys.stderr if error else sys.stdout
+    stream.write(f"{text}\n")
+    stream.flush()
