@@ -2,8 +2,8 @@
 
     python -m tests.rig.cp_inside OUT        the patched tree first on PYTHONPATH, both gates set
 
-The same boundaries are run plain and with half of the rows, in one process, by turning the module's own switch. Each
-process writes what it had to OUT/RANK.pt.
+The same boundaries are run plain and with half of the rows, in one process, by turning the module's own switch; then
+with each of the rig's planted faults of a reduction. Each process writes what it had to OUT/RANK.pt.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import lab.rig.half_faults  # noqa: F401  for what it registers
+from lab.rig.faults import FAULTS
 from tests.engine.prefill.cp_ranks import SPARSE, Case, Weights, cut, rows_of
 from tests.engine.prefill.cp_rig import CP, HIDDEN, TP
 
@@ -29,6 +31,8 @@ CASES = {
     "padded": Case("wheel", pad=2),
     "one row everywhere": Case("wheel", rows=1, split=False),
 }
+
+REDUCTIONS = [name for name, fault in FAULTS.items() if fault.patch in ("cp4-attention-tp2", "input-sp")]
 
 
 def engine(name: str) -> Any:
@@ -112,6 +116,15 @@ def work(rank: int, out: Path) -> None:
             with engine("runtime_context").get_parallel().override(**told):
                 hidden, residual = forward(case, rank)
             results[f"{form} {name}"] = (hidden, residual, list(calls))
+    for name in REDUCTIONS:
+        fault = FAULTS[name]
+        module = sys.modules[fault.module]
+        switch.ENABLED, right = fault.patch == "input-sp", dict(vars(module))
+        fault.plant(module)
+        with engine("runtime_context").get_parallel().override(**told):
+            hidden, residual = forward(CASES["fp32"], rank)
+        vars(module).update(right)
+        results[name] = (hidden, residual, [])
     groups = (state.get_tp_group(), state.get_attn_tp_group(), state.get_attn_cp_group())
     results["ranks"] = [list(group.ranks) for group in groups]
     torch.save(results, out / f"{rank}.pt")

@@ -15,7 +15,7 @@ from lab.models.collectives import Collective, Op
 from lab.rig.standins import SITE, environment
 from tests.engine.prefill.cp_ranks import SPARSE, reference
 from tests.engine.prefill.cp_rig import ATTN_TP, CP, HIDDEN, TP
-from tests.rig.cp_inside import CASES
+from tests.rig.cp_inside import CASES, REDUCTIONS
 
 pytestmark = pytest.mark.rig
 
@@ -61,6 +61,19 @@ def test_eight_ranks_of_the_engine_compute_what_one_process_does(ranks: Ranks, n
         place = rank // 2 if case.split else 0
         mine = wanted[place * case.rows : (place + 1) * case.rows]
         assert (hidden + residual).float().sub(mine).abs().max() <= TOLERANCE[case.dtype]
+
+
+def test_four_reductions_are_broken_on_purpose() -> None:
+    assert REDUCTIONS == ["cp-sum-left-out", "cp-exit-of-stock", "cp-halves-not-joined", "sp-part-left-out"]
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_each_broken_reduction_is_seen(ranks: Ranks, name: str) -> None:
+    case, wanted = CASES["fp32"], reference(CASES["fp32"])
+    for rank, result in enumerate(ranks):
+        hidden, residual, _ = result[name]
+        mine = wanted[rank // 2 * case.rows : (rank // 2 + 1) * case.rows]
+        assert (hidden + residual).sub(mine).abs().max() > 100 * TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("name", CASES)
