@@ -101,6 +101,8 @@ def test_every_value_of_a_byte_is_caught_by_the_comparison_with_the_lock(shared:
 def test_every_file_of_the_real_bundle_is_compared_byte_by_byte(tmp_path: Path) -> None:
     """A change at any of some twenty places of each real file changes the digest that is compared."""
     artifacts = manifest._read_artifacts(ROOT, bases.load(ROOT / BASES))
+    for bundle in manifest.load(ROOT).filed:
+        artifacts |= {f"{manifest.RELEASES}/{bundle.release}/{path}": raw for path, raw in bundle.artifacts.items()}
     assert {*artifacts, BASES} == set(files(ROOT)) - {"patches/pins.lock"}
     for path, raw in artifacts.items():
         locked = Bundle(ROOT, {}, (), {}, Lock(manifest.digests({path: raw}), {}))
