@@ -1,9 +1,10 @@
 //! Workers that answer at once and clients that ask at once, for `benchmarks/router.py`: what a router costs is not to
 //! be hidden behind either. A thread a connection, the standard library alone.
 //!
-//! `serve MODEL_FOLDER PORT...` answers on each port as a worker would. `ask SECONDS CONNECTIONS PORT...` sends the body
-//! that it reads from standard input over so many kept connections; of several ports each request goes to all of them
-//! at once. It prints the seconds it took in nanoseconds, then those of each request, one a line.
+//! `serve MODEL_FOLDER PORT...` answers on each port as a worker would. `ask SECONDS REQUESTS CONNECTIONS PORT...` sends
+//! the body that it reads from standard input over so many kept connections until the time is over or all requests were
+//! sent; of several ports each request goes to all of them at once. It prints the seconds it took in nanoseconds, then
+//! those of each request, one a line.
 
 use std::{
     env,
@@ -11,7 +12,10 @@ use std::{
     net::{TcpListener, TcpStream},
     os::fd::AsRawFd,
     process::exit,
-    sync::{Arc, Barrier},
+    sync::{
+        atomic::{AtomicI64, Ordering},
+        Arc, Barrier,
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -153,8 +157,17 @@ fn answer_all(stream: TcpStream, (about, answer, events): &(Vec<u8>, Vec<u8>, Ve
     }
 }
 
-/// The nanoseconds of each request that was begun before `seconds` were over; an answer that is not good is an error.
-fn client(ports: &[u16], body: &[u8], seconds: f64, begin: &Barrier) -> io::Result<Vec<u128>> {
+/// What all clients share: where and what to ask, for how long, and how often together.
+struct Work {
+    ports: Vec<u16>,
+    body: Vec<u8>,
+    seconds: f64,
+    left: AtomicI64,
+    begin: Barrier,
+}
+
+/// The nanoseconds of each request that was begun within the limits; an answer that is not good is an error.
+fn client(Work { ports, body, seconds, left, begin }: &Work) -> io::Result<Vec<u128>> {
     let connect = |port: &u16| Wire::new(TcpStream::connect(("127.0.0.1", *port))?);
     let mut wires = ports.iter().map(connect).collect::<io::Result<Vec<_>>>()?;
     let mut request = format!(
@@ -165,10 +178,10 @@ fn client(ports: &[u16], body: &[u8], seconds: f64, begin: &Barrier) -> io::Resu
     request.extend_from_slice(body);
     let mut times = Vec::new();
     begin.wait();
-    let until = Instant::now() + Duration::from_secs_f64(seconds);
+    let until = Instant::now() + Duration::from_secs_f64(*seconds);
     loop {
         let asked = Instant::now();
-        if asked >= until {
+        if asked >= until || left.fetch_sub(1, Ordering::Relaxed) <= 0 {
             return Ok(times);
         }
         for wire in &mut wires {
@@ -184,22 +197,23 @@ fn client(ports: &[u16], body: &[u8], seconds: f64, begin: &Barrier) -> io::Resu
     }
 }
 
-fn ask(seconds: f64, connections: usize, ports: Vec<u16>) -> io::Result<()> {
+fn ask(seconds: f64, requests: i64, connections: usize, ports: Vec<u16>) -> io::Result<()> {
     let mut body = Vec::new();
     io::stdin().read_to_end(&mut body)?;
-    let shared = Arc::new((ports, body, Barrier::new(connections + 1)));
+    let (left, begin) = (AtomicI64::new(requests), Barrier::new(connections + 1));
+    let shared = Arc::new(Work { ports, body, seconds, left, begin });
     let clients: Vec<_> = (0..connections)
         .map(|_| {
             let shared = shared.clone();
             thread::spawn(move || {
-                client(&shared.0, &shared.1, seconds, &shared.2).unwrap_or_else(|error| {
+                client(&shared).unwrap_or_else(|error| {
                     eprintln!("{error}");
                     exit(1)
                 })
             })
         })
         .collect();
-    shared.2.wait();
+    shared.begin.wait();
     let began = Instant::now();
     let times: Vec<u128> = clients.into_iter().flat_map(|one| one.join().expect("a client's thread")).collect();
     let lines: Vec<String> = [began.elapsed().as_nanos()].iter().chain(&times).map(u128::to_string).collect();
@@ -212,7 +226,12 @@ fn main() -> io::Result<()> {
     let ports = |from: usize| words[from..].iter().map(|word| word.parse().expect("a port")).collect::<Vec<u16>>();
     match words[0].as_str() {
         "serve" => serve(&words[1], &ports(2)),
-        "ask" => ask(words[1].parse().expect("seconds"), words[2].parse().expect("connections"), ports(3)),
+        "ask" => ask(
+            words[1].parse().expect("seconds"),
+            words[2].parse().expect("requests"),
+            words[3].parse().expect("connections"),
+            ports(4),
+        ),
         word => Err(io::Error::other(format!("{word}: serve or ask"))),
     }
 }

@@ -1,4 +1,4 @@
-//! Is a prefill worker's answer a good acknowledgement? Judged byte by byte, in constant memory.
+//! Is a prefill worker's answer a good acknowledgement? Judged as its bytes come, in constant memory.
 //!
 //! The answer of the prefill leg is thrown away, but it is the only word on whether the KV was made: an engine that
 //! fails after it has begun a stream reports the failure inside of an HTTP 200. A good answer has a JSON or event-stream
@@ -161,7 +161,7 @@ struct Json {
     /// The top value is an array: the answers to a batch.
     batch: bool,
     is_key: bool,
-    /// The start of the text being read. What is cut is longer than every word looked for.
+    /// The start of a text that does not come in one piece. What is cut is longer than every word looked for.
     kept: Vec<u8>,
     /// Bytes that the UTF-8 character being read still needs, and the range of the next one.
     utf8: (u8, u8, u8),
@@ -172,6 +172,19 @@ struct Json {
     abort: bool,
     message: String,
     code: Option<u32>,
+}
+
+/// Whether it is JSON so far, or what is malformed.
+type Wellformed = Result<(), &'static str>;
+
+const UNEXPECTED: &str = "a byte where JSON has none";
+
+/// White space may stand between any two parts; every other byte is malformed as said.
+fn blank(byte: u8, what: &'static str) -> Wellformed {
+    match byte {
+        b' ' | b'\t' | b'\n' | b'\r' => Ok(()),
+        _ => Err(what),
+    }
 }
 
 impl Json {
@@ -193,70 +206,107 @@ impl Json {
         }
     }
 
-    /// Take one byte in.
-    fn push(&mut self, byte: u8) -> Result<(), Fault> {
+    /// Be ready for the next document, with the memory of the last one.
+    fn reset(&mut self) {
+        let (mut stack, mut kept) = (std::mem::take(&mut self.stack), std::mem::take(&mut self.kept));
+        stack.clear();
+        kept.clear();
+        *self = Json {
+            stack,
+            kept,
+            ..Json::new()
+        };
+    }
+
+    /// Take bytes in, those of one line alone or all of them; returns how many that were.
+    fn take(&mut self, bytes: &[u8], line: bool) -> Result<usize, &'static str> {
+        let mut rest = bytes;
+        while let Some(&byte) = rest.first() {
+            if line && ends_line(byte) {
+                break;
+            }
+            rest = &rest[1..];
+            self.push(byte, &mut rest)?;
+        }
+        Ok(bytes.len() - rest.len())
+    }
+
+    /// Take in one byte, and off `rest` the text that goes with it.
+    fn push(&mut self, byte: u8, rest: &mut &[u8]) -> Wellformed {
         match self.state {
-            State::Text => return self.push_text(byte),
-            State::Escape => return self.push_escape(byte),
-            State::Hex { left, value } => return self.push_hex(left, value, byte),
-            State::Literal(rest, value) => {
-                if rest[0] != byte {
-                    return Err(Fault::Malformed("a word that is no JSON"));
+            State::Value | State::ValueOrEnd => match byte {
+                b'{' => self.open(Some(Key::Other), State::KeyOrEnd),
+                b'[' => self.open(None, State::ValueOrEnd),
+                _ if self.stack.is_empty() => blank(byte, "it is no JSON object"),
+                b'"' => self.open_text(false, rest),
+                b'-' => self.open_number(Number::Minus, None),
+                b'0' => self.open_number(Number::Zero, Some(0)),
+                b'1'..=b'9' => self.open_number(Number::Whole, Some(u32::from(byte - b'0'))),
+                b't' => self.open_literal(b"rue", Value::Bool),
+                b'f' => self.open_literal(b"alse", Value::Bool),
+                b'n' => self.open_literal(b"ull", Value::Null),
+                b']' if matches!(self.state, State::ValueOrEnd) => self.close(),
+                _ => blank(byte, UNEXPECTED),
+            },
+            State::Key | State::KeyOrEnd => match byte {
+                b'"' => self.open_text(true, rest),
+                b'}' if matches!(self.state, State::KeyOrEnd) => self.close(),
+                _ => blank(byte, UNEXPECTED),
+            },
+            State::Colon => match byte {
+                b':' => {
+                    self.state = State::Value;
+                    Ok(())
                 }
-                self.state = State::Literal(&rest[1..], value);
-                if rest.len() == 1 {
-                    self.finish_value(value)?;
-                }
-                return Ok(());
-            }
-            State::Number(number) => {
-                if self.push_number(number, byte)? {
-                    return Ok(());
-                }
-            }
-            _ => {}
-        }
-        if matches!(byte, b' ' | b'\t' | b'\n' | b'\r') {
-            return Ok(());
-        }
-        match (self.state, byte) {
-            (State::Value | State::ValueOrEnd, b'{') => self.open(Some(Key::Other), State::KeyOrEnd),
-            (State::Value | State::ValueOrEnd, b'[') => self.open(None, State::ValueOrEnd),
-            (State::Value, _) if self.stack.is_empty() => Err(Fault::Malformed("it is no JSON object")),
-            (State::Value | State::ValueOrEnd, b'"') => self.open_text(false),
-            (State::Value | State::ValueOrEnd, b'-') => self.open_number(Number::Minus, None),
-            (State::Value | State::ValueOrEnd, b'0') => self.open_number(Number::Zero, Some(0)),
-            (State::Value | State::ValueOrEnd, b'1'..=b'9') => {
-                self.open_number(Number::Whole, Some(u32::from(byte - b'0')))
-            }
-            (State::Value | State::ValueOrEnd, b't') => self.open_literal(b"rue", Value::Bool),
-            (State::Value | State::ValueOrEnd, b'f') => self.open_literal(b"alse", Value::Bool),
-            (State::Value | State::ValueOrEnd, b'n') => self.open_literal(b"ull", Value::Null),
-            (State::Key | State::KeyOrEnd, b'"') => self.open_text(true),
-            (State::Colon, b':') => {
-                self.state = State::Value;
+                _ => blank(byte, UNEXPECTED),
+            },
+            State::CommaOrEnd => self.push_behind(byte),
+            State::End => blank(byte, UNEXPECTED),
+            State::Text => {
+                self.push_text(byte)?;
+                self.push_plain(rest);
                 Ok(())
             }
-            (State::CommaOrEnd, b',') => {
-                self.state = if self.in_object() { State::Key } else { State::Value };
-                Ok(())
+            State::Escape => self.push_escape(byte),
+            State::Hex { left, value } => self.push_hex(left, value, byte),
+            State::Literal(wanted, value) => {
+                if wanted[0] != byte {
+                    return Err("a word that is no JSON");
+                }
+                self.state = State::Literal(&wanted[1..], value);
+                match wanted.len() {
+                    1 => self.finish_value(value, &[]),
+                    _ => Ok(()),
+                }
             }
-            (State::CommaOrEnd | State::KeyOrEnd, b'}') if self.in_object() => self.close(),
-            (State::CommaOrEnd | State::ValueOrEnd, b']') if !self.in_object() => self.close(),
-            _ => Err(Fault::Malformed("a byte where JSON has none")),
+            State::Number(number) => match self.push_number(number, byte)? {
+                true => Ok(()),
+                false => self.push_behind(byte),
+            },
         }
     }
 
-    /// Take in the plain text at the start of `bytes`, all at once; returns how many bytes that were.
-    fn push_plain(&mut self, bytes: &[u8]) -> usize {
-        if !matches!(self.state, State::Text) || self.utf8.0 > 0 {
-            return 0;
+    /// Take in a byte behind a value that stands in a container.
+    fn push_behind(&mut self, byte: u8) -> Wellformed {
+        match (byte, self.in_object()) {
+            (b',', inside) => {
+                self.state = if inside { State::Key } else { State::Value };
+                Ok(())
+            }
+            (b'}', true) | (b']', false) => self.close(),
+            _ => blank(byte, UNEXPECTED),
         }
-        let special = |byte: &u8| !matches!(byte, 0x20..=0x7f) || matches!(byte, b'"' | b'\\');
-        let count = bytes.iter().position(special).unwrap_or(bytes.len());
-        let kept = count.min(KEPT - self.kept.len());
-        self.kept.extend_from_slice(&bytes[..kept]);
-        count
+    }
+
+    /// Within a text, take its plain start off `rest`, all at once.
+    fn push_plain(&mut self, rest: &mut &[u8]) {
+        if !matches!(self.state, State::Text) || self.utf8.0 > 0 {
+            return;
+        }
+        let (text, left) = rest.split_at(plain(rest));
+        let kept = text.len().min(KEPT - self.kept.len());
+        self.kept.extend_from_slice(&text[..kept]);
+        *rest = left;
     }
 
     /// The document is over: every container closed, nothing half read.
@@ -272,10 +322,10 @@ impl Json {
         self.stack.last().is_some_and(|frame| frame.key.is_some())
     }
 
-    fn open(&mut self, key: Option<Key>, state: State) -> Result<(), Fault> {
+    fn open(&mut self, key: Option<Key>, state: State) -> Wellformed {
         match self.stack.len() {
             0 => self.batch = key.is_none(),
-            DEEPEST => return Err(Fault::Malformed("it is nested too deep")),
+            DEEPEST => return Err("it is nested too deep"),
             _ => {}
         }
         self.stack.push(Frame { key, filled: false });
@@ -283,26 +333,34 @@ impl Json {
         Ok(())
     }
 
-    fn close(&mut self) -> Result<(), Fault> {
+    fn close(&mut self) -> Wellformed {
         match self.stack.pop() {
-            Some(Frame { key: Some(_), .. }) => self.finish_value(Value::Object),
-            Some(Frame { key: None, filled }) => self.finish_value(Value::Array { filled }),
-            None => Err(Fault::Malformed("a container ends that was not begun")),
+            Some(Frame { key: Some(_), .. }) => self.finish_value(Value::Object, &[]),
+            Some(Frame { key: None, filled }) => self.finish_value(Value::Array { filled }, &[]),
+            None => Err("a container ends that was not begun"),
         }
     }
 
-    fn open_text(&mut self, is_key: bool) -> Result<(), Fault> {
+    /// A text begins with `rest`. One that is plain and whole is taken off it and not copied.
+    fn open_text(&mut self, is_key: bool, rest: &mut &[u8]) -> Wellformed {
+        self.is_key = is_key;
+        let (text, left) = rest.split_at(plain(rest));
+        if let [b'"', left @ ..] = left {
+            *rest = left;
+            return self.finish_text(&text[..text.len().min(KEPT)]);
+        }
         self.kept.clear();
-        (self.is_key, self.state) = (is_key, State::Text);
+        self.state = State::Text;
+        self.push_plain(rest);
         Ok(())
     }
 
-    fn open_number(&mut self, number: Number, value: Option<u32>) -> Result<(), Fault> {
+    fn open_number(&mut self, number: Number, value: Option<u32>) -> Wellformed {
         (self.number, self.state) = (value, State::Number(number));
         Ok(())
     }
 
-    fn open_literal(&mut self, rest: &'static [u8], value: Value) -> Result<(), Fault> {
+    fn open_literal(&mut self, rest: &'static [u8], value: Value) -> Wellformed {
         self.state = State::Literal(rest, value);
         Ok(())
     }
@@ -313,20 +371,24 @@ impl Json {
         }
     }
 
-    fn push_text(&mut self, byte: u8) -> Result<(), Fault> {
+    fn push_text(&mut self, byte: u8) -> Wellformed {
         let (left, low, high) = self.utf8;
         if left > 0 {
             if byte < low || byte > high {
-                return Err(Fault::Malformed("text that is not UTF-8"));
+                return Err("text that is not UTF-8");
             }
             self.utf8 = (left - 1, 0x80, 0xbf);
             self.keep(byte);
             return Ok(());
         }
         match byte {
-            b'"' => return self.finish_text(),
+            b'"' => {
+                let text = std::mem::take(&mut self.kept);
+                self.finish_text(&text)?;
+                self.kept = text;
+            }
             b'\\' => self.state = State::Escape,
-            0..=0x1f => return Err(Fault::Malformed("a control character in a text")),
+            0..=0x1f => return Err("a control character in a text"),
             0x20..=0x7f => self.keep(byte),
             _ => {
                 // The second byte's range keeps out over-long forms, surrogates and what lies beyond Unicode.
@@ -338,7 +400,7 @@ impl Json {
                     0xf0 => (3, 0x90, 0xbf),
                     0xf1..=0xf3 => (3, 0x80, 0xbf),
                     0xf4 => (3, 0x80, 0x8f),
-                    _ => return Err(Fault::Malformed("text that is not UTF-8")),
+                    _ => return Err("text that is not UTF-8"),
                 };
                 self.keep(byte);
             }
@@ -346,7 +408,7 @@ impl Json {
         Ok(())
     }
 
-    fn push_escape(&mut self, byte: u8) -> Result<(), Fault> {
+    fn push_escape(&mut self, byte: u8) -> Wellformed {
         self.state = State::Text;
         match byte {
             b'"' | b'\\' | b'/' => self.keep(byte),
@@ -356,15 +418,15 @@ impl Json {
             b'r' => self.keep(b'\r'),
             b't' => self.keep(b'\t'),
             b'u' => self.state = State::Hex { left: 4, value: 0 },
-            _ => return Err(Fault::Malformed("an escape that JSON does not have")),
+            _ => return Err("an escape that JSON does not have"),
         }
         Ok(())
     }
 
-    fn push_hex(&mut self, left: u8, value: u16, byte: u8) -> Result<(), Fault> {
+    fn push_hex(&mut self, left: u8, value: u16, byte: u8) -> Wellformed {
         let digit = char::from(byte)
             .to_digit(16)
-            .ok_or(Fault::Malformed("an escape that JSON does not have"))?;
+            .ok_or("an escape that JSON does not have")?;
         let value = value << 4 | digit as u16;
         if left > 1 {
             self.state = State::Hex { left: left - 1, value };
@@ -380,7 +442,7 @@ impl Json {
     }
 
     /// Returns whether the byte belongs to the number; if not the number is over and the byte is still to be read.
-    fn push_number(&mut self, number: Number, byte: u8) -> Result<bool, Fault> {
+    fn push_number(&mut self, number: Number, byte: u8) -> Result<bool, &'static str> {
         let next = match (number, byte) {
             (Number::Minus, b'0') => Number::Zero,
             (Number::Minus, b'1'..=b'9') => Number::Whole,
@@ -395,32 +457,32 @@ impl Json {
             (Number::E, b'+' | b'-') => Number::Sign,
             (Number::E | Number::Sign | Number::Exponent, b'0'..=b'9') => Number::Exponent,
             (Number::Zero | Number::Whole, _) => {
-                self.finish_value(Value::Number(self.number))?;
+                self.finish_value(Value::Number(self.number), &[])?;
                 return Ok(false);
             }
             (Number::Fraction | Number::Exponent, _) => {
-                self.finish_value(Value::Number(None))?;
+                self.finish_value(Value::Number(None), &[])?;
                 return Ok(false);
             }
-            _ => return Err(Fault::Malformed("a number that is none")),
+            _ => return Err("a number that is none"),
         };
         self.state = State::Number(next);
         Ok(true)
     }
 
-    fn finish_text(&mut self) -> Result<(), Fault> {
+    fn finish_text(&mut self, text: &[u8]) -> Wellformed {
         if !self.is_key {
-            return self.finish_value(Value::Text);
+            return self.finish_value(Value::Text, text);
         }
         if let Some(frame) = self.stack.last_mut() {
-            frame.key = Some(Key::of(&self.kept));
+            frame.key = Some(Key::of(text));
         }
         self.state = State::Colon;
         Ok(())
     }
 
-    /// A value is over; `stack` holds what it stands in.
-    fn finish_value(&mut self, value: Value) -> Result<(), Fault> {
+    /// A value is over, a text with its start; `stack` holds what it stands in.
+    fn finish_value(&mut self, value: Value, text: &[u8]) -> Wellformed {
         self.state = if self.stack.is_empty() {
             State::End
         } else {
@@ -435,21 +497,25 @@ impl Json {
         }
         let place = &self.stack[usize::from(self.batch)..];
         if place.is_empty() && value != Value::Object {
-            return Err(Fault::Malformed("an answer of the batch is no JSON object"));
+            return Err("an answer of the batch is no JSON object");
         }
-        if place.len() > 3 {
+        // Nothing is noted deeper down, of a key that is none of those known, or of an item of an array.
+        let known = place
+            .last()
+            .is_none_or(|frame| !matches!(frame.key, None | Some(Key::Other)));
+        if place.len() > 3 || !known {
             return Ok(());
         }
         let mut keys = [None; 3];
         for (key, frame) in keys.iter_mut().zip(place) {
             *key = frame.key;
         }
-        self.note(&keys[..place.len()], value);
+        self.note(&keys[..place.len()], value, text);
         Ok(())
     }
 
     /// Note a value that stands at `keys` of an answer (None: in an array).
-    fn note(&mut self, keys: &[Option<Key>], value: Value) {
+    fn note(&mut self, keys: &[Option<Key>], value: Value, text: &[u8]) {
         use Key::{Choices, Code, Error, FinishReason, Message, MetaInfo, Object, OutputIds, StatusCode, Text, Type};
         match (keys, value) {
             ([], _) => {
@@ -460,18 +526,18 @@ impl Json {
             ([Some(Error)], _) => {
                 self.error = true;
                 if value == Value::Text {
-                    self.keep_message();
+                    self.keep_message(text);
                 }
             }
-            ([Some(Object)], Value::Text) => self.error |= self.is_text(b"error"),
+            ([Some(Object)], Value::Text) => self.error |= text == b"error",
             ([Some(Choices | OutputIds)], Value::Array { filled }) => self.answered |= filled,
             ([Some(Text)], Value::Text) | ([Some(MetaInfo)], Value::Object) => self.answered = true,
             ([Some(Choices), None, Some(FinishReason)], Value::Text)
             | ([Some(MetaInfo), Some(FinishReason)], Value::Text)
-            | ([Some(MetaInfo), Some(FinishReason), Some(Type)], Value::Text) => self.abort |= self.is_text(b"abort"),
+            | ([Some(MetaInfo), Some(FinishReason), Some(Type)], Value::Text) => self.abort |= text == b"abort",
             ([Some(Message)], Value::Text)
             | ([Some(Error), Some(Message)], Value::Text)
-            | ([Some(MetaInfo), Some(FinishReason), Some(Message)], Value::Text) => self.keep_message(),
+            | ([Some(MetaInfo), Some(FinishReason), Some(Message)], Value::Text) => self.keep_message(text),
             ([Some(Code)], Value::Number(code))
             | ([Some(Error), Some(Code)], Value::Number(code))
             | ([Some(MetaInfo), Some(FinishReason), Some(StatusCode)], Value::Number(code)) => {
@@ -481,12 +547,8 @@ impl Json {
         }
     }
 
-    fn is_text(&self, wanted: &[u8]) -> bool {
-        self.kept == wanted
-    }
-
-    fn keep_message(&mut self) {
-        self.message = String::from_utf8_lossy(&self.kept).into_owned();
+    fn keep_message(&mut self, text: &[u8]) {
+        self.message = String::from_utf8_lossy(text).into_owned();
     }
 
     /// Judge a complete document.
@@ -525,8 +587,8 @@ struct Events {
     json: Json,
     /// What was wrong with the event's data, unless it turns out to be the closing marker.
     fault: Option<Fault>,
-    /// The first bytes of the event's data, the number of all of them, and the number of its lines.
-    first: Vec<u8>,
+    /// The event's data is the start of the closing marker so far; the number of its bytes, and of its lines.
+    marker: bool,
     bytes: usize,
     lines: usize,
     done: bool,
@@ -534,8 +596,39 @@ struct Events {
     answered: bool,
 }
 
+const DATA: &[u8] = b"data:";
 const DONE: &[u8] = b"[DONE]";
 const MARK: &[u8; 3] = b"\xef\xbb\xbf";
+
+/// How many bytes of plain text, ASCII that stands for itself in a JSON text, `bytes` begins with.
+fn plain(bytes: &[u8]) -> usize {
+    const ONES: u64 = u64::MAX / 255;
+    const HIGH: u64 = 0x80 * ONES;
+    // The high bit of a byte tells whether it is less. It says nothing of bytes behind the first that is, which do not
+    // matter, nor of one that is not ASCII, which is special anyway.
+    let less = |word: u64, than: u8| word.wrapping_sub(ONES * u64::from(than)) & HIGH;
+    let mut at = 0;
+    while let Some(eight) = bytes[at..].first_chunk() {
+        let word = u64::from_le_bytes(*eight);
+        let [quote, slash] = [b'"', b'\\'].map(|byte| less(word ^ (ONES * u64::from(byte)), 1));
+        let special = word & HIGH | less(word, 0x20) | quote | slash;
+        if special != 0 {
+            return at + special.trailing_zeros() as usize / 8;
+        }
+        at += 8;
+    }
+    let special = |byte: &u8| !matches!(byte, 0x20..=0x7f) || matches!(byte, b'"' | b'\\');
+    at + bytes[at..].iter().position(special).unwrap_or(bytes.len() - at)
+}
+
+fn ends_line(byte: u8) -> bool {
+    byte == b'\n' || byte == b'\r'
+}
+
+/// How many bytes come before the end of the line, or before that of the piece.
+fn before_end(bytes: &[u8]) -> usize {
+    bytes.iter().position(|&byte| ends_line(byte)).unwrap_or(bytes.len())
+}
 
 impl Events {
     fn new() -> Events {
@@ -546,13 +639,37 @@ impl Events {
             start: 0,
             json: Json::new(),
             fault: None,
-            first: Vec::new(),
+            marker: true,
             bytes: 0,
             lines: 0,
             done: false,
             items: 0,
             answered: false,
         }
+    }
+
+    /// Take a piece in, what a line holds all at once.
+    fn feed(&mut self, mut piece: &[u8]) -> Result<(), Fault> {
+        while let [byte, rest @ ..] = piece {
+            let whole = match self.line {
+                Line::Name if self.name.is_empty() && piece.starts_with(DATA) => {
+                    // Neither a byte order mark nor the second half of a line's end begins like this.
+                    (self.start, self.after_cr, self.line) = (MARK.len() as u8, false, Line::Blank);
+                    self.begin_data();
+                    DATA.len()
+                }
+                Line::Data => self.take_data(piece),
+                Line::Skip => before_end(piece),
+                _ => 0,
+            };
+            if whole > 0 {
+                piece = &piece[whole..];
+                continue;
+            }
+            self.push(*byte)?;
+            piece = rest;
+        }
+        Ok(())
     }
 
     fn push(&mut self, byte: u8) -> Result<(), Fault> {
@@ -566,7 +683,7 @@ impl Events {
         if std::mem::take(&mut self.after_cr) && byte == b'\n' {
             return Ok(());
         }
-        if byte == b'\n' || byte == b'\r' {
+        if ends_line(byte) {
             self.after_cr = byte == b'\r';
             return self.end_line();
         }
@@ -582,39 +699,46 @@ impl Events {
             Line::Blank => {
                 self.line = Line::Data;
                 if byte != b' ' {
-                    self.push_data(byte);
+                    self.take_data(&[byte]);
                 }
             }
-            Line::Data => self.push_data(byte),
-            Line::Skip => {}
+            // What such a line holds is taken in by `feed`.
+            Line::Data | Line::Skip => {}
         }
         Ok(())
     }
 
-    /// Take in plain text of the data's JSON, as [`Json::push_plain`] does. Data that holds a text is no closing marker,
-    /// so its bytes are not counted any more.
-    fn push_plain(&mut self, bytes: &[u8]) -> usize {
-        match self.line {
-            Line::Data => self.json.push_plain(bytes),
-            _ => 0,
-        }
-    }
-
     fn begin_data(&mut self) {
         if self.lines > 0 {
-            self.push_data(b'\n');
+            self.note_data(b"\n");
+            self.judge_data(b"\n", false);
         }
         self.lines += 1;
     }
 
-    fn push_data(&mut self, byte: u8) {
-        if self.first.len() < DONE.len() {
-            self.first.push(byte);
-        }
-        self.bytes += 1;
+    /// Take in data up to the end of its line; returns how many bytes that were.
+    fn take_data(&mut self, bytes: &[u8]) -> usize {
+        let count = self.judge_data(bytes, true).unwrap_or_else(|| before_end(bytes));
+        self.note_data(&bytes[..count]);
+        count
+    }
+
+    /// Have the data's JSON take bytes in. None: there is a fault, which is kept, and they are judged no more.
+    fn judge_data(&mut self, bytes: &[u8], line: bool) -> Option<usize> {
         if self.fault.is_none() {
-            self.fault = self.json.push(byte).err();
+            match self.json.take(bytes, line) {
+                Ok(count) => return Some(count),
+                Err(what) => self.fault = Some(Fault::Malformed(what)),
+            }
         }
+        None
+    }
+
+    /// Keep of the data what tells the closing marker.
+    fn note_data(&mut self, bytes: &[u8]) {
+        let all = self.bytes + bytes.len();
+        self.marker = self.marker && DONE.get(self.bytes..all) == Some(bytes);
+        self.bytes = all;
     }
 
     fn end_line(&mut self) -> Result<(), Fault> {
@@ -633,10 +757,8 @@ impl Events {
         if self.lines == 0 {
             return Ok(());
         }
-        let mut json = std::mem::replace(&mut self.json, Json::new());
-        let marker = self.bytes == DONE.len() && self.first == DONE;
+        let marker = std::mem::replace(&mut self.marker, true) && self.bytes == DONE.len();
         let fault = self.fault.take();
-        self.first.clear();
         (self.bytes, self.lines) = (0, 0);
         if self.done {
             return Err(Fault::Malformed("an event after the closing marker"));
@@ -647,11 +769,12 @@ impl Events {
         }
         match fault {
             Some(fault) => return Err(fault),
-            None if !json.complete() => return Err(Fault::Malformed("an event that is no whole JSON")),
-            None => json.verdict()?,
+            None if !self.json.complete() => return Err(Fault::Malformed("an event that is no whole JSON")),
+            None => self.json.verdict()?,
         }
         self.items += 1;
-        self.answered |= json.all_answered;
+        self.answered |= self.json.all_answered;
+        self.json.reset();
         Ok(())
     }
 
@@ -692,17 +815,13 @@ impl Scanner {
     /// The content type is neither JSON nor an event stream.
     pub fn new(content_type: Option<&str>, route: &str) -> Result<Scanner, Fault> {
         let whole = content_type.unwrap_or("");
-        let body = match whole
-            .split(';')
-            .next()
-            .unwrap_or("")
-            .trim()
-            .to_ascii_lowercase()
-            .as_str()
-        {
-            "application/json" => Body::Json(Json::new()),
-            "text/event-stream" => Body::Events(Events::new()),
-            _ => return Err(Fault::ContentType(whole.chars().take(100).collect())),
+        let kind = whole.split(';').next().unwrap_or("").trim();
+        let body = if kind.eq_ignore_ascii_case("text/event-stream") {
+            Body::Events(Events::new())
+        } else if kind.eq_ignore_ascii_case("application/json") {
+            Body::Json(Json::new())
+        } else {
+            return Err(Fault::ContentType(whole.chars().take(100).collect()));
         };
         Ok(Scanner {
             body,
@@ -714,21 +833,11 @@ impl Scanner {
     ///
     /// # Errors
     /// The answer is no good, whatever may follow. The scanner is of no more use then.
-    pub fn feed(&mut self, mut piece: &[u8]) -> Result<(), Fault> {
-        while let [byte, rest @ ..] = piece {
-            let plain = match &mut self.body {
-                Body::Json(json) => {
-                    json.push(*byte)?;
-                    json.push_plain(rest)
-                }
-                Body::Events(events) => {
-                    events.push(*byte)?;
-                    events.push_plain(rest)
-                }
-            };
-            piece = &rest[plain..];
+    pub fn feed(&mut self, piece: &[u8]) -> Result<(), Fault> {
+        match &mut self.body {
+            Body::Json(json) => json.take(piece, false).map(|_| ()).map_err(Fault::Malformed),
+            Body::Events(events) => events.feed(piece),
         }
-        Ok(())
     }
 
     /// The body is over: give the verdict.
@@ -806,6 +915,8 @@ mod tests {
             format!("{ITEM}\n\ndata: [DONE]\n"),
             format!("{ITEM}\n\ndata: [DONE]"),
             format!("{ITEM}\n\n{END}: afterwards\n\n\n"),
+            format!("data: {{\"choices\":[]}}\n\n{ITEM}\n\n{END}"),
+            format!("data:\ndata:{{\"text\":\"a\"}}\n\n{END}"),
         ] {
             assert_eq!(judge(SSE, &body), Ok(()), "{body:?}");
         }
@@ -1040,6 +1151,34 @@ mod tests {
     }
 
     #[test]
+    fn a_byte_order_mark_stands_at_the_start_of_a_stream_alone() {
+        for body in [
+            format!("data:\u{feff}{{\"text\":\"a\"}}\n\n{END}"),
+            format!("{ITEM}\n\ndata:\u{feff}{{\"text\":\"a\"}}\n\n{END}"),
+        ] {
+            assert_eq!(name(SSE, &body), "prefill_ack_malformed", "{body:?}");
+        }
+    }
+
+    #[test]
+    fn plain_text_ends_where_it_would_end_byte_by_byte() {
+        for length in 0..40 {
+            let text = vec![b'a'; length];
+            assert_eq!(plain(&text), length);
+            for (at, special) in (0..length).flat_map(|at| (0..=255).map(move |byte| (at, byte))) {
+                let mut text = text.clone();
+                text[at] = special;
+                let stands_for_itself = (0x20..0x80).contains(&special) && special != b'"' && special != b'\\';
+                assert_eq!(
+                    plain(&text),
+                    if stands_for_itself { length } else { at },
+                    "{special} at {at}"
+                );
+            }
+        }
+    }
+
+    #[test]
     fn text_that_is_not_utf8_is_malformed() {
         for bad in [
             &[0xffu8][..],
@@ -1107,11 +1246,7 @@ mod tests {
             let Body::Events(events) = &scanner.body else {
                 panic!("an event stream is no JSON body")
             };
-            assert!(
-                events.json.kept.capacity() <= 2 * KEPT
-                    && events.name.capacity() <= 64
-                    && events.first.capacity() <= 64
-            );
+            assert!(events.json.kept.capacity() <= 2 * KEPT && events.name.capacity() <= 64);
         }
         scanner.feed(format!("\"}}\n\n{END}").as_bytes()).unwrap();
         assert_eq!(scanner.finish(), Ok(()));
@@ -1125,6 +1260,14 @@ mod tests {
             panic!("an error is not reported")
         };
         assert!(message.len() <= KEPT + 3);
+        let long = format!("{{\"error\":\"{}\"}}", "m".repeat(2 * KEPT));
+        for pieces in [vec![long.as_bytes()], long.as_bytes().chunks(100).collect()] {
+            let message = "m".repeat(KEPT);
+            assert_eq!(
+                judge_pieces(JSON, CHAT, &pieces),
+                Err(Fault::Reported { message, code: None })
+            );
+        }
         let padded = format!("{{\"text\":\"a\",\"error{}\":1}}", "r".repeat(2 * KEPT));
         assert_eq!(judge(JSON, padded), Ok(()));
     }

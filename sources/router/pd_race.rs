@@ -54,9 +54,11 @@ pub async fn race<A, D, AckFault, DecodeFault>(
                 Poll::Pending => {}
             }
         }
-        match (acknowledged.take(), decoded.take()) {
-            (Some(ack), Some(decode)) => return Poll::Ready(Verdict::Good(ack, decode)),
-            (ack, decode) => (acknowledged, decoded) = (ack, decode),
+        // Answers are large: one that waits for the other leg stays where it is.
+        if acknowledged.is_some() && decoded.is_some() {
+            if let (Some(ack), Some(decode)) = (acknowledged.take(), decoded.take()) {
+                return Poll::Ready(Verdict::Good(ack, decode));
+            }
         }
         if acknowledged.is_none() && deadline.as_mut().poll(context).is_ready() {
             return Poll::Ready(Verdict::Late);

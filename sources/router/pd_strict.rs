@@ -158,7 +158,11 @@ async fn acknowledge(request: RequestBuilder, route: &str, keep: Option<usize>) 
         }
     }
     scanner.finish().map_err(AckFault::Body)?;
-    Ok(with_body(response, Bytes::from(kept)))
+    // One that was read to its end reads as empty from here on, which is all that is asked of it where none is kept.
+    Ok(match keep {
+        Some(_) => with_body(response, Bytes::from(kept)),
+        None => response,
+    })
 }
 
 async fn decode_leg(request: RequestBuilder, stream: bool) -> Result<reqwest::Response, DecodeFault> {
