@@ -60,7 +60,7 @@ constexpr uint32_t kFull = 0xFFFFFFFFu;
 constexpr int kMaxK = 2048;
 constexpr int kBins = 2048;
 constexpr int kBinBits = 11;
-constexpr int kFew = 32;        // elements that each warp ranks by comparing all with all
+constexpr int kFew = 32;        // elements that are ranked by comparing all with all, a warp for each
 constexpr uint32_t kMany = 1024;  // elements of a bin from which on it pays to look for its extremes
 constexpr int kMaxSplit = 64;
 
@@ -158,6 +158,7 @@ struct Format<float> {
   static __device__ __forceinline__ float part(const uint4& v, int c) {
     return __uint_as_float(c == 0 ? v.x : c == 1 ? v.y : c == 2 ? v.z : v.w);
   }
+  static __device__ __forceinline__ void put(uint32_t* words, int c, float x) { words[c] = __float_as_uint(x); }
   static __device__ __forceinline__ float stored(const uint4* v, uint32_t c) {
     return __uint_as_float(reinterpret_cast<const uint32_t*>(v)[c]);
   }
@@ -173,6 +174,11 @@ struct Format<Bf16> {
     const int word = c >> 1;
     const uint32_t pair = word == 0 ? v.x : word == 1 ? v.y : word == 2 ? v.z : v.w;
     return __uint_as_float(c & 1 ? pair & 0xFFFF0000u : pair << 16);
+  }
+  static __device__ __forceinline__ void put(uint32_t* words, int c, float x) {
+    const uint32_t bits = __float_as_uint(x);
+    uint32_t& word = words[c >> 1];
+    word = c & 1 ? (word & 0xFFFFu) | bits : (word & 0xFFFF0000u) | bits >> 16;
   }
   static __device__ __forceinline__ float stored(const uint4* v, uint32_t c) {
     return __uint_as_float(static_cast<uint32_t>(reinterpret_cast<const unsigned short*>(v)[c]) << 16);
@@ -193,6 +199,18 @@ struct Row {
   __device__ __forceinline__ int vectors() const { return (lead + length + kPer - 1) / kPer; }
   __device__ __forceinline__ const uint4* vector(int v) const {
     return reinterpret_cast<const uint4*>(first + (v * kPer - lead));
+  }
+  // 16-byte vector v, with NaN in place of what lies outside the window.
+  __device__ __forceinline__ uint4 whole(int v) const {
+    const int column = v * kPer - lead;
+    if (column >= 0 && column + kPer <= length) return __ldg(vector(v));
+    uint32_t words[4] = {kFull, kFull, kFull, kFull};
+#pragma unroll
+    for (int c = 0; c < kPer; ++c) {
+      if (static_cast<unsigned>(column + c) < static_cast<unsigned>(length))
+        Format<T>::put(words, c, Format<T>::load(first + column + c));
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
   }
   // Calls use(score, column) for the elements of 16-byte vector v that lie in the window.
   template <class F>
@@ -435,14 +453,19 @@ __device__ Cut narrow(Scratch& s, int& turn, Each&& each, uint32_t rank, uint32_
   __syncthreads();
   const uint32_t have = s.few_count;
   const unsigned long long mine = lane < have ? s.few[lane] : 0ull;
-  uint32_t larger = 0;
-  for (uint32_t j = 0; j < have; ++j) larger += s.few[j] > mine ? 1u : 0u;
-  const uint32_t at = __ballot_sync(kFull, lane < have && larger == rank - 1u);
-  const unsigned long long last = s.few[__ffs(at) - 1];
-  const uint32_t key = static_cast<uint32_t>(last >> 32);
-  const bool left = __any_sync(kFull, lane < have && static_cast<uint32_t>(mine >> 32) == key && larger >= rank);
-  if (!left && key) return Cut{key - 1u, 0, 0};
-  return Cut{key, ~static_cast<uint32_t>(last) + 1u, 0};
+  for (uint32_t j = warp; j < have; j += kWarps) {
+    const unsigned long long one = s.few[j];
+    if (__popc(__ballot_sync(kFull, mine > one)) + 1u != rank) continue;
+    const uint32_t key = static_cast<uint32_t>(one >> 32);
+    const bool left = __any_sync(kFull, mine < one && lane < have && static_cast<uint32_t>(mine >> 32) == key);
+    const bool whole = !left && key;  // all with this key are taken
+    if (lane == 0) {
+      s.box[0] = whole ? key - 1u : key;
+      s.box[1] = whole ? 0u : ~static_cast<uint32_t>(one) + 1u;
+    }
+  }
+  __syncthreads();
+  return Cut{s.box[0], s.box[1], 0};
 }
 
 // As narrow, and closes the limit. Columns are below `length`.
@@ -463,6 +486,34 @@ __device__ Cut choose(Scratch& s, Each&& each, uint32_t rank, uint32_t low, uint
   return cut;
 }
 
+// For each vector of this thread: how many of the warp's taken elements stand before it, where columns ascend by
+// vector, lane, part and `taken` has a bit for each element. Gives how many the warp has. Only the first `used` vectors
+// have any.
+template <int kPer, int kVectors>
+__device__ __forceinline__ uint32_t count_before(uint32_t taken, int used, uint32_t (&before)[kVectors]) {
+  constexpr int kGroup = kVectors < 32 / (kPer * 2) ? kVectors : 32 / (kPer * 2);  // counts that share a word
+  constexpr int kField = 32 / kGroup;
+  constexpr uint32_t kFieldMask = kFull >> (32 - kField);
+  constexpr uint32_t kPart = (1u << kPer) - 1u;
+  static_assert(kVectors * kPer <= 32 && kVectors % kGroup == 0 && 32u * kPer <= kFieldMask, "the counts must fit");
+  uint32_t sum = 0;
+#pragma unroll
+  for (int g = 0; g < kVectors; g += kGroup) {
+    if (g >= used) break;
+    uint32_t mine = 0;
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) mine |= __popc(taken >> ((g + j) * kPer) & kPart) << (j * kField & 31);
+    const uint32_t inclusive = warp_inclusive(mine);
+    const uint32_t all = __shfl_sync(kFull, inclusive, 31);
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      before[g + j] = sum + ((inclusive - mine) >> (j * kField & 31) & kFieldMask);
+      sum += all >> (j * kField & 31) & kFieldMask;
+    }
+  }
+  return sum;
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Path 1: the whole row in registers.
 
@@ -470,11 +521,6 @@ template <class T, int kThreads, int kKeys, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) resident_rows(const Arguments a) {
   constexpr int kPer = Format<T>::kPer;
   constexpr int kVectors = kKeys / kPer;
-  constexpr int kGroup = kVectors < 32 / (kPer * 2) ? kVectors : 32 / (kPer * 2);  // counts that share a word
-  constexpr int kField = 32 / kGroup;
-  constexpr uint32_t kFieldMask = kFull >> (32 - kField);
-  constexpr uint32_t kPart = (1u << kPer) - 1u;
-  static_assert(kKeys <= 32 && kVectors % kGroup == 0 && 32u * kPer <= kFieldMask, "the counts must fit");
   __shared__ Scratch s;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   clear<kThreads>(s.bins[0], kBins);
@@ -526,22 +572,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) resident_rows(const Argumen
       if (keys[i] == cut.key && column_of(first, i) < cut.limit) taken |= 1u << i;
     }
   }
-  // For each vector of this thread: how many of the row's taken elements stand before it. Columns ascend by warp,
-  // vector, lane, part.
-  uint32_t before[kVectors], sum = 0;
-#pragma unroll
-  for (int g = 0; g < kVectors; g += kGroup) {
-    uint32_t mine = 0;
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) mine |= __popc(taken >> ((g + j) * kPer) & kPart) << (j * kField & 31);
-    const uint32_t inclusive = warp_inclusive(mine);
-    const uint32_t all = __shfl_sync(kFull, inclusive, 31);
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      before[g + j] = sum + ((inclusive - mine) >> (j * kField & 31) & kFieldMask);
-      sum += all >> (j * kField & 31) & kFieldMask;
-    }
-  }
+  uint32_t before[kVectors];
+  const uint32_t sum = count_before<kPer, kVectors>(taken, kVectors, before);
   if (lane == 0) s.low[warp] = sum;  // not s.totals: another warp can still be at it
   __syncthreads();
   const uint32_t ahead = __reduce_add_sync(kFull, lane < warp ? s.low[lane] : 0u);
@@ -564,8 +596,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) resident_rows(const Argumen
 
 // A block that lists: its threads; the vectors of a thread in a stage of its ring; the stages, or none where a thread
 // holds all that it looks at; the survivors that a list can take; blocks that should fit on a multiprocessor; the
-// vectors of a sample for each thread.
-template <int kThreads_, int kAhead_, int kStages_, int kRoom_, int kBlocks_, int kSample_>
+// vectors of a sample for each thread; whether it is judged first in bins of equal width. That saves a round as a rule,
+// but makes `Many` spill registers and lose more than that.
+template <int kThreads_, int kAhead_, int kStages_, int kRoom_, int kBlocks_, int kSample_, bool kEven_>
 struct Shape {
   static constexpr int kThreads = kThreads_;
   static constexpr int kAhead = kAhead_;
@@ -573,12 +606,13 @@ struct Shape {
   static constexpr uint32_t kRoom = kRoom_;
   static constexpr int kBlocks = kBlocks_;
   static constexpr int kSample = kSample_;
+  static constexpr bool kEven = kEven_;
   static constexpr int kRingBytes = kStages * kAhead * kThreads * 16;
 };
-using Many = Shape<512, 2, 3, 6144, 2, 2>;
-using Short = Shape<1024, 8, 0, 6144, 1, 1>;  // rows that a block can hold
-using Held = Shape<512, 8, 0, 6144, 2, 4>;    // parts of rows that a block can hold
-using Ring = Shape<512, 2, 3, 6144, 2, 4>;   // parts of any length
+using Many = Shape<512, 2, 3, 6144, 2, 2, false>;
+using Short = Shape<1024, 8, 0, 6144, 1, 1, true>;  // rows that a block can hold
+using Held = Shape<512, 8, 0, 6144, 2, 4, true>;    // parts of rows that a block can hold
+using Ring = Shape<512, 2, 3, 6144, 2, 4, true>;    // parts of any length
 constexpr int kFinishThreads = 1024;
 constexpr int kFinishRoom = 8192;
 
@@ -606,19 +640,17 @@ struct alignas(16) Part {
 };
 
 struct Pivot {
-  uint32_t key;  // listed is what has a larger one
-  uint32_t top;  // the sample's largest
+  uint32_t key;   // listed is what has a larger one
+  uint32_t top;   // the sample's largest
+  bool plateau;   // much of the sample has just this key
 };
 
 // Memory of a block that finishes a row whose parts were listed.
 struct alignas(16) Last {
   uint2 list[kFinishRoom];
   Scratch s;
-  uint16_t owner[kFinishRoom / 32 + kMaxSplit];  // of 32 survivors each: the part that they come from, and which of it
-  uint32_t first[kMaxSplit + 1];                 // of a part: its first survivor's place
-  uint32_t blocks;
   uint32_t kept;
-  Pivot pivot;
+  uint32_t next;
 };
 
 __device__ __forceinline__ uint32_t mix(uint32_t x) {
@@ -643,60 +675,118 @@ struct Inner {
   }
 };
 
-// s.bins[0] must be empty; a barrier comes first. Whole vectors are sampled, for what one of their elements costs,
-// spread by a fixed hash, so that a period in the scores cannot hide.
+// Whole vectors are sampled, for what one of their elements costs, spread by a fixed hash, so that a period in the
+// scores cannot hide.
 template <class T, class S>
-__device__ Pivot propose(const Arguments& a, const Row<T>& row, Scratch& s, uint32_t room) {
-  constexpr int kThreads = S::kThreads;
-  constexpr int kPer = Format<T>::kPer;
-  constexpr int kWarps = kThreads / 32;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Inner<T> inner(row, 0, row.vectors());
-  const int there = inner.to - inner.from;
-  const int length = row.length;
-  const int wanted = length <= 65536 ? 1024 : length <= 196608 ? 2048 : length <= 393216 ? 4096 : 8192;
-  const int vectors = min(there, min(wanted / kPer, S::kSample * kThreads));
-  if (vectors < 1) {
-    __syncthreads();
-    return Pivot{0, 0};  // lists nothing: the row is short
-  }
-  const uint32_t step = static_cast<uint32_t>(there / vectors);
+struct Sample {
+  static constexpr int kPer = Format<T>::kPer;
+  int vectors;  // a power of two, or none
   uint4 raw[S::kSample];
-#pragma unroll
-  for (int u = 0; u < S::kSample; ++u) {
-    const int i = u * kThreads + static_cast<int>(threadIdx.x);
-    const int v = inner.from + static_cast<int>(static_cast<uint32_t>(i) * step + __umulhi(mix(i), step));
-    raw[u] = i < vectors ? __ldg(row.vector(v)) : make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
-  const auto each = [&](auto&& use) {
+
+  // Only starts the loads.
+  __device__ __forceinline__ explicit Sample(const Row<T>& row) {
+    const Inner<T> inner(row, 0, row.vectors());
+    const int there = inner.to - inner.from;
+    const int length = row.length;
+    const int wanted = length <= 65536 ? 1024 : length <= 196608 ? 2048 : length <= 393216 ? 4096 : 8192;
+    vectors = min(wanted / kPer, S::kSample * S::kThreads);
+    int shift = 31 - __clz(vectors);
+    if (there < vectors) {
+      shift = there < 1 ? 0 : 31 - __clz(there);
+      vectors = there < 1 ? 0 : 1 << shift;
+    }
+    const uint32_t step = static_cast<uint32_t>(there) >> shift;
 #pragma unroll
     for (int u = 0; u < S::kSample; ++u) {
-      if (u * kThreads + static_cast<int>(threadIdx.x) < vectors) {
+      const int i = u * S::kThreads + static_cast<int>(threadIdx.x);
+      raw[u] = make_uint4(0, 0, 0, 0);
+      if (i < vectors)
+        raw[u] = __ldg(
+            row.vector(inner.from + static_cast<int>(static_cast<uint32_t>(i) * step + __umulhi(mix(i), step))));
+    }
+  }
+  // Calls use(score) for the elements that this thread has.
+  template <class F>
+  __device__ __forceinline__ void each(F&& use) const {
 #pragma unroll
-        for (int c = 0; c < kPer; ++c) use(key_of(Format<T>::part(raw[u], c)));
+    for (int u = 0; u < S::kSample; ++u) {
+      if (u * S::kThreads + static_cast<int>(threadIdx.x) < vectors) {
+#pragma unroll
+        for (int c = 0; c < kPer; ++c) use(Format<T>::part(raw[u], c));
       }
     }
-  };
-  const SharedWords first(s.bins[0]);
-  uint32_t most = 0;
-  each([&](uint32_t key) {
-    most = max(most, key);
-    first.count(key >> (32 - kBinBits));
-  });
-  most = __reduce_max_sync(kFull, most);
-  if (lane == 0) s.high[warp] = most;
-  const uint32_t samples = vectors * kPer;
-  const float share = static_cast<float>(samples) / length;
+  }
+};
+
+// A pivot for the row. s.bins[0] must be empty; a barrier comes first.
+template <class T, class S>
+__device__ Pivot propose(const Arguments& a, const Row<T>& row, const Sample<T, S>& sample, Scratch& s, uint32_t room) {
+  constexpr int kThreads = S::kThreads;
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const uint32_t samples = sample.vectors * Format<T>::kPer;
+  const float share = static_cast<float>(samples) / row.length;
   const float expected = share * a.k;
   uint32_t rank = static_cast<uint32_t>(expected + 5.0f * sqrtf(expected)) + 2;
   if (a.sample_rank) rank = a.sample_rank;
   rank = min(rank, samples);
   const uint32_t enough = rank + rank / 16 + 2;  // of the sample at or above the pivot
   const uint32_t plenty = max(enough, static_cast<uint32_t>(share * (room - room / 4)));
+  if (!samples) {
+    __syncthreads();
+    return Pivot{0, 0, false};  // lists nothing: the row is short
+  }
+  uint32_t most = 0;
   uint32_t low = 0, before = 0;
   int shift = 32 - kBinBits, turn = 0;
   Pivot pivot;
+  if constexpr (S::kEven) {
+    // From the least of the threads' largest to the largest of all, where the rank lies as a rule.
+    sample.each([&](float x) { most = max(most, key_of(x)); });
+    uint32_t least = most ? most : kFull;
+    most = __reduce_max_sync(kFull, most);
+    least = __reduce_min_sync(kFull, least);
+    if (lane == 0) {
+      s.high[warp] = most;
+      s.low[warp] = least;
+    }
+    __syncthreads();
+    pivot.top = most = __reduce_max_sync(kFull, lane < kWarps ? s.high[lane] : 0u);
+    least = __reduce_min_sync(kFull, lane < kWarps ? s.low[lane] : kFull);
+    const float bottom = value_of(least), width = (value_of(most) - bottom) * (1.0f / kBins), scale = 1.0f / width;
+    // As many as there are threads with a sample count; neither the scale nor a product may overflow. NaN fails too.
+    if (least > kLowest && most < kHighest && width > 1e-37f && width < 1e34f &&
+        rank <= static_cast<uint32_t>(min(sample.vectors, kThreads))) {
+      const SharedWords words(s.bins[0]);
+      sample.each([&](float x) {
+        const float at = (x - bottom) * scale;
+        if (at >= 0.0f) words.count(min(static_cast<uint32_t>(min(at, 4096.0f)), static_cast<uint32_t>(kBins - 1)));
+      });
+      clear<kThreads>(s.bins[1], kBins);
+      __syncthreads();
+      uint32_t bin, ahead, count;
+      find_bin<kThreads>(s, s.bins[0], rank, bin, ahead, count);
+      if (ahead + count <= enough) {
+        pivot.key = key_of(bottom + bin * width);
+        pivot.plateau = false;
+        if (pivot.key == kMinusZero) --pivot.key;
+        return pivot;
+      }
+      turn = 1;
+    }
+    const SharedWords first(s.bins[turn]);
+    sample.each([&](float x) { first.count(key_of(x) >> (32 - kBinBits)); });
+  } else {
+    __syncthreads();
+    const SharedWords first(s.bins[0]);
+    sample.each([&](float x) {
+      const uint32_t key = key_of(x);
+      most = max(most, key);
+      first.count(key >> (32 - kBinBits));
+    });
+    most = __reduce_max_sync(kFull, most);
+    if (lane == 0) s.high[warp] = most;
+  }
   while (true) {
     uint32_t bin, ahead, count;
     clear<kThreads>(s.bins[turn ^ 1], kBins);
@@ -705,19 +795,20 @@ __device__ Pivot propose(const Arguments& a, const Row<T>& row, Scratch& s, uint
     before += ahead;
     low += bin << shift;
     if (before + count <= enough || shift == 0) {
-      pivot.key = before + count <= plenty && low ? low - 1u : low;
+      pivot.plateau = before + count > plenty || !low;
+      pivot.key = pivot.plateau ? low : low - 1u;
       break;
     }
     const uint32_t span = (1u << shift) - 1u;
     shift = max(shift - kBinBits, 0);
     turn ^= 1;
     const SharedWords words(s.bins[turn]);
-    each([&](uint32_t key) {
-      const uint32_t distance = key - low;
+    sample.each([&](float x) {
+      const uint32_t distance = key_of(x) - low;
       if (distance <= span) words.count(distance >> shift);
     });
   }
-  pivot.top = __reduce_max_sync(kFull, lane < kWarps ? s.high[lane] : 0u);
+  if constexpr (!S::kEven) pivot.top = __reduce_max_sync(kFull, lane < kWarps ? s.high[lane] : 0u);
   // No score has this key, and its value compares like 0.0; the next lower one lets the same scores pass.
   if (pivot.key == kMinusZero) --pivot.key;
   return pivot;
@@ -877,6 +968,78 @@ struct Lister {
   }
 };
 
+// A part of a row in a block's registers. Each warp has a contiguous piece of it, so that the list comes out by column.
+template <class T, class S>
+struct Piece {
+  static constexpr int kPer = Format<T>::kPer;
+  static constexpr int kVectors = 32 / kPer;
+  int column;  // of this thread's first vector; each further one is 32 vectors on
+  int used;    // vectors of a thread, the same for all
+  uint4 held[kVectors];
+
+  __device__ __forceinline__ Piece(const Row<T>& row, int from, int to)
+      : used((to - from + S::kThreads - 1) / S::kThreads) {
+    const int v = from + static_cast<int>(threadIdx.x >> 5) * used * 32 + static_cast<int>(threadIdx.x & 31);
+    column = v * kPer - row.lead;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      held[u] = make_uint4(kFull, kFull, kFull, kFull);  // NaN
+      if (u < used && v + u * 32 < to) held[u] = row.whole(v + u * 32);
+    }
+  }
+
+  // Bits of the elements above the pivot.
+  __device__ __forceinline__ uint32_t above_pivot(uint32_t pivot) const {
+    const float bar = value_of(pivot);
+    uint32_t hits = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (u < used) hits |= above<T, 1>(bar, [&](int) { return held[u]; }) << (u * kPer);
+    }
+    return hits;
+  }
+  // Bits of the first k elements equal to the pivot.
+  __device__ __forceinline__ uint32_t first_equal(uint32_t pivot, uint32_t k, uint32_t* totals) const {
+    const float bar = value_of(pivot);
+    uint32_t hits = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int c = 0; c < kPer; ++c) hits |= (Format<T>::part(held[u], c) == bar ? 1u : 0u) << (u * kPer + c);
+    }
+    uint32_t first = 0;
+    place(hits, totals, [&](uint32_t at, int i, uint2) { first |= at < k ? 1u << i : 0u; });
+    return first;
+  }
+  // Calls put(place, i, entry) for each hit of this thread, which knows its i-th element: by column it has this place
+  // among the block's. Gives how many the block has.
+  template <class F>
+  __device__ __forceinline__ uint32_t place(uint32_t hits, uint32_t* totals, F&& put) const {
+    constexpr int kWarps = S::kThreads / 32;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    uint32_t before[kVectors];
+    const uint32_t sum = count_before<kPer, kVectors>(hits, used, before);
+    if (lane == 0) totals[warp] = sum;
+    __syncthreads();
+    const uint32_t sums = lane < kWarps ? totals[lane] : 0u;
+    const uint32_t ahead = __reduce_add_sync(kFull, lane < warp ? sums : 0u);
+    const uint32_t all = __reduce_add_sync(kFull, sums);
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      uint32_t own = hits >> (u * kPer) & ((1u << kPer) - 1u);
+      if (u < used) {
+        uint32_t at = ahead + before[u];
+        while (own) {  // rarely more than one
+          const int c = __ffs(own) - 1;
+          own &= own - 1;
+          put(at++, u * kPer + c, make_uint2(__float_as_uint(Format<T>::part(held[u], c)), column + u * 32 * kPer + c));
+        }
+      }
+    }
+    return all;
+  }
+};
+
 // ---------------------------------------------------------------------------------------------------------------
 // Where the sample misled.
 
@@ -900,9 +1063,9 @@ __device__ void list_again(const Row<T>& row, uint32_t pivot, uint2* list, uint3
 // Finds, by counting over the whole row, a pivot that is certain to do: at most `room` elements above it, at least k
 // above or equal. Reads the row once for every 11 bits, three times at most.
 template <class T, int kThreads>
-__device__ uint32_t search(const Arguments& a, const Row<T>& row, Scratch& s, uint32_t room) {
+__device__ uint32_t search(uint32_t k, const Row<T>& row, Scratch& s, uint32_t room) {
   const int vectors = row.vectors();
-  uint32_t low = 0, span = kFull, rank = a.k, above = 0;
+  uint32_t low = 0, span = kFull, rank = k, above = 0;
   while (true) {
     const int shift = shift_for(span);
     __syncthreads();
@@ -974,9 +1137,8 @@ __device__ bool list_equal(const Row<T>& row, uint32_t pivot, uint32_t already, 
 
 // Brings the list to between k and `room` elements that hold the winners; gives the pivot. Ends with a barrier.
 template <class T, int kThreads>
-__device__ uint32_t settle(const Arguments& a, const Row<T>& row, uint32_t pivot, Scratch& s, uint2* list,
-                           uint32_t room, uint32_t& kept) {
-  const uint32_t k = a.k;
+__device__ uint32_t settle(uint32_t k, const Row<T>& row, uint32_t pivot, Scratch& s, uint2* list, uint32_t room,
+                           uint32_t& kept) {
   bool counted = false;  // the pivot comes from counts, not from the sample
   while (kept < k || kept > room) {
     const uint32_t have = kept;
@@ -988,7 +1150,7 @@ __device__ uint32_t settle(const Arguments& a, const Row<T>& row, uint32_t pivot
     }
     if (counted) __trap();  // counts cannot mislead
     counted = true;
-    pivot = search<T, kThreads>(a, row, s, room);
+    pivot = search<T, kThreads>(k, row, s, room);
     list_again<T, kThreads>(row, pivot, list, room, kept);
   }
   return pivot;
@@ -997,88 +1159,146 @@ __device__ uint32_t settle(const Arguments& a, const Row<T>& row, uint32_t pivot
 // ---------------------------------------------------------------------------------------------------------------
 // The choice among the listed.
 
-// Chooses among the listed, `kept` of them, all above the pivot or exactly the winners, and writes. The list's memory
-// and what follows it, `words` words up to `s`, become a bitmap over the columns. s.bins[0] must be empty, and a
-// barrier passed since.
-template <int kThreads, int kSlots>
-__device__ void finish(const Arguments& a, long long number, int length, const uint2* list, uint32_t kept,
-                       const Pivot& pivot, uint32_t* bitmap, int words, Scratch& s) {
-  constexpr int kWarps = kThreads / 32;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  uint32_t keys[kSlots], columns[kSlots];
-#pragma unroll
-  for (int j = 0; j < kSlots; ++j) {
-    const uint32_t i = j * kThreads + threadIdx.x;
-    keys[j] = 0;
-    columns[j] = kFull;
-    if (i < kept) {
-      const uint2 entry = list[i];
-      keys[j] = key_of(__uint_as_float(entry.x));
-      columns[j] = entry.y;
-    }
-  }
-  // Calls use(j) for the slots that any thread of the block has filled.
-  const auto slots = [&](auto&& use) {
+// The listed in the registers of a block.
+template <int kThreads_, int kSlots>
+struct Survivors {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kWarps = kThreads / 32;
+  uint32_t keys[kSlots], columns[kSlots];  // an empty slot has no column, and the key of none
+  uint32_t filled;                         // slot j is empty in all threads unless this exceeds j * kThreads
+
+  __device__ __forceinline__ explicit Survivors(uint32_t slots) : filled(slots * kThreads) {}
+  // `kept` of them from shared memory.
+  __device__ __forceinline__ Survivors(const uint2* list, uint32_t kept) : filled(kept) {
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
-      if (static_cast<uint32_t>(j * kThreads) < kept) use(j);
+      const uint32_t i = j * kThreads + threadIdx.x;
+      keys[j] = 0;
+      columns[j] = kFull;
+      if (i < kept) {
+        const uint2 entry = list[i];
+        keys[j] = key_of(__uint_as_float(entry.x));
+        columns[j] = entry.y;
+      }
     }
-  };
-  Cut cut{0, static_cast<uint32_t>(length), 0};
-  if (kept > static_cast<uint32_t>(a.k)) {
+  }
+  // get(j, bits, column) sets both if this thread has a j-th one.
+  template <class Get>
+  __device__ __forceinline__ void load(Get&& get) {
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {  // all loads before their first use
+      keys[j] = columns[j] = kFull;  // NaN
+      if (static_cast<uint32_t>(j * kThreads) < filled) get(j, keys[j], columns[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) keys[j] = key_of(__uint_as_float(keys[j]));
+  }
+  // Calls use(j) for the slots in use.
+  template <class F>
+  __device__ __forceinline__ void slots(F&& use) const {
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+      if (static_cast<uint32_t>(j * kThreads) < filled) use(j);
+    }
+  }
+  // The k best of `kept`, all of which lie above the pivot or are exactly the winners. s.bins[0] must be empty, and a
+  // barrier passed since. kClosed: the limit too.
+  template <bool kClosed>
+  __device__ __forceinline__ Cut cut(const Arguments& a, int length, uint32_t kept, const Pivot& pivot,
+                                     Scratch& s) const {
+    if (kept <= static_cast<uint32_t>(a.k)) return Cut{0, static_cast<uint32_t>(length), 0};
     const uint32_t low = pivot.key + 1u;
     const auto each = [&](auto&& use) { slots([&](int j) { use(keys[j], columns[j], columns[j] != kFull); }); };
     const int shift = shift_for(pivot.top > low ? pivot.top - low : 0u);
-    cut = choose<kThreads, false>(s, each, a.k, low, kFull - low, shift, length);
+    if (kClosed) return choose<kThreads, false>(s, each, a.k, low, kFull - low, shift, length);
+    int turn = 0;
+    return narrow<kThreads, false>(s, turn, each, a.k, low, kFull - low, shift);
   }
-  slots([&](int j) {  // only the taken keep their column
-    if (!(keys[j] > cut.key || (keys[j] == cut.key && columns[j] < cut.limit))) columns[j] = kFull;
-  });
-  // A winner's place: the winners in the groups of 64 columns before its own, and those before it in its own.
-  uint32_t* winners = s.bins[0];
-  uint32_t done = 0;
-  const int most = words / 3;
-  const uint2* groups = reinterpret_cast<const uint2*>(bitmap);
-  uint32_t* ahead = bitmap + most * 2;
-  for (int window = 0; window < length; window += most * 64) {
-    const int count = min((length - window + 63) / 64, most);
-    const uint32_t here = static_cast<uint32_t>(count) * 64u;
-    __syncthreads();
-    clear<kThreads>(bitmap, (count * 2 + 3) / 4 * 4);
-    __syncthreads();
-    slots([&](int j) {
-      const uint32_t place = columns[j] - static_cast<uint32_t>(window);
-      if (columns[j] != kFull && place < here) atomicOr(&bitmap[place >> 5], 1u << (place & 31));
+
+  // Writes the winners, whatever the order of the list. `bitmap`, `words` words up to `s`, may lie where the list is.
+  __device__ void write(const Arguments& a, long long number, int length, uint32_t kept, const Pivot& pivot,
+                        uint32_t* bitmap, int words, Scratch& s) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const Cut last = cut<true>(a, length, kept, pivot, s);
+    slots([&](int j) {  // only the taken keep their column
+      if (!(keys[j] > last.key || (keys[j] == last.key && columns[j] < last.limit))) columns[j] = kFull;
     });
-    __syncthreads();
-    const int own = (count + kThreads - 1) / kThreads;
-    const int from = min(static_cast<int>(threadIdx.x) * own, count), to = min(from + own, count);
-    uint32_t sum = 0;
-    for (int g = from; g < to; ++g) sum += __popc(groups[g].x) + __popc(groups[g].y);
-    const uint32_t inclusive = warp_inclusive(sum);
-    if (lane == 31) s.high[warp] = inclusive;
-    __syncthreads();
-    const uint32_t sums = lane < kWarps ? s.high[lane] : 0u;
-    uint32_t before = done + __reduce_add_sync(kFull, lane < warp ? sums : 0u) + inclusive - sum;
-    done += __reduce_add_sync(kFull, sums);
-    for (int g = from; g < to; ++g) {
-      ahead[g] = before;
-      before += __popc(groups[g].x) + __popc(groups[g].y);
+    // A winner's place: the winners in the groups of 64 columns before its own, and those before it in its own.
+    uint32_t* winners = s.bins[0];
+    uint32_t done = 0;
+    const int most = words / 3;
+    const uint2* groups = reinterpret_cast<const uint2*>(bitmap);
+    uint32_t* ahead = bitmap + most * 2;
+    for (int window = 0; window < length; window += most * 64) {
+      const int count = min((length - window + 63) / 64, most);
+      const uint32_t here = static_cast<uint32_t>(count) * 64u;
+      __syncthreads();
+      clear<kThreads>(bitmap, (count * 2 + 3) / 4 * 4);
+      __syncthreads();
+      slots([&](int j) {
+        const uint32_t place = columns[j] - static_cast<uint32_t>(window);
+        if (columns[j] != kFull && place < here) atomicOr(&bitmap[place >> 5], 1u << (place & 31));
+      });
+      __syncthreads();
+      const int own = (count + kThreads - 1) / kThreads;
+      const int from = min(static_cast<int>(threadIdx.x) * own, count), to = min(from + own, count);
+      uint32_t sum = 0;
+      for (int g = from; g < to; ++g) sum += __popc(groups[g].x) + __popc(groups[g].y);
+      const uint32_t inclusive = warp_inclusive(sum);
+      if (lane == 31) s.high[warp] = inclusive;
+      __syncthreads();
+      const uint32_t sums = lane < kWarps ? s.high[lane] : 0u;
+      uint32_t before = done + __reduce_add_sync(kFull, lane < warp ? sums : 0u) + inclusive - sum;
+      done += __reduce_add_sync(kFull, sums);
+      for (int g = from; g < to; ++g) {
+        ahead[g] = before;
+        before += __popc(groups[g].x) + __popc(groups[g].y);
+      }
+      __syncthreads();
+      slots([&](int j) {
+        const uint32_t place = columns[j] - static_cast<uint32_t>(window);
+        if (columns[j] != kFull && place < here) {
+          const uint2 group = groups[place >> 6];
+          const uint32_t below = (1u << (place & 31)) - 1u;
+          const uint32_t inside = place & 32 ? __popc(group.x) + __popc(group.y & below) : __popc(group.x & below);
+          winners[ahead[place >> 6] + inside] = columns[j];
+        }
+      });
     }
     __syncthreads();
+    emit<kThreads>(a, number, winners);
+  }
+
+  // The same where columns ascend by warp, slot, lane: a winner's place is the number of winners before it, and of
+  // equal scores the first ones win. With `wanted` > 0 those
+  // above the pivot do, and that many equal to it.
+  __device__ void write_in_order(const Arguments& a, long long number, int length, uint32_t kept, const Pivot& pivot,
+                                 uint32_t wanted, Scratch& s) const {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const Cut edge = wanted ? Cut{pivot.key, 0, wanted} : cut<false>(a, length, kept, pivot, s);
+    const auto above = [&](int j) {
+      return __ballot_sync(kFull, keys[j] > edge.key || (keys[j] == edge.key && columns[j] < edge.limit));
+    };
+    const auto equal = [&](int j) { return __ballot_sync(kFull, edge.wanted && keys[j] == edge.key); };
+    uint32_t sum = 0;  // two counts
+    slots([&](int j) { sum += __popc(above(j)) + (__popc(equal(j)) << 16); });
+    if (lane == 0) s.totals[warp] = sum;
+    const Map map = map_of(a, number);
+    __syncthreads();
+    const uint32_t before = __reduce_add_sync(kFull, lane < warp ? s.totals[lane] : 0u);
+    uint32_t over = before & 0xFFFFu, same = before >> 16;
+    int* out = a.out + number * a.k;
     slots([&](int j) {
-      const uint32_t place = columns[j] - static_cast<uint32_t>(window);
-      if (columns[j] != kFull && place < here) {
-        const uint2 group = groups[place >> 6];
-        const uint32_t below = (1u << (place & 31)) - 1u;
-        const uint32_t inside = place & 32 ? __popc(group.x) + __popc(group.y & below) : __popc(group.x & below);
-        winners[ahead[place >> 6] + inside] = columns[j];
-      }
+      const uint32_t below = (1u << lane) - 1u, best = above(j), tied = equal(j);
+      const uint32_t ties = same + __popc(tied & below);
+      const uint32_t place = over + __popc(best & below) + min(ties, edge.wanted);
+      if ((best >> lane & 1u) || ((tied >> lane & 1u) && ties < edge.wanted))
+        out[place] = map(static_cast<int>(columns[j]));
+      over += __popc(best);
+      same += __popc(tied);
     });
   }
-  __syncthreads();
-  emit<kThreads>(a, number, winners);
-}
+};
 
 // Path 2: a block does it all.
 template <class T, class S>
@@ -1096,109 +1316,217 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) stream_rows(const Arg
     return;
   }
   Lister<T, S> lister(row, 0, row.vectors(), m.ring());
+  const Sample<T, S> sample(row);
   clear<kThreads>(m.early().bins[0], kBins);
   if (threadIdx.x == 0) kept = 0;
-  Pivot pivot = propose<T, S>(a, row, m.early(), S::kRoom);
+  Pivot pivot = propose<T, S>(a, row, sample, m.early(), S::kRoom);
   __syncthreads();  // the sample's memory becomes the list
   lister.list(pivot.key, m.list(), kept);
   if (kept < static_cast<uint32_t>(a.k) || kept > S::kRoom)
-    pivot.key = settle<T, kThreads>(a, row, pivot.key, s, m.list(), S::kRoom, kept);
+    pivot.key = settle<T, kThreads>(a.k, row, pivot.key, s, m.list(), S::kRoom, kept);
   clear<kThreads>(s.bins[0], kBins);
   __syncthreads();
-  finish<kThreads, (S::kRoom + kThreads - 1) / kThreads>(a, row.number, row.length, m.list(), kept, pivot, m.bitmap(),
-                                                         M::kBitmap / 4, s);
+  Survivors<kThreads, (S::kRoom + kThreads - 1) / kThreads>(m.list(), kept)
+      .write(a, row.number, row.length, kept, pivot, m.bitmap(), M::kBitmap / 4, s);
 }
 
 // What a block of the filter leaves for its row.
 struct Head {
   uint32_t kept;
-  Pivot pivot;
-  uint32_t unused;
+  uint32_t merged;  // on a plateau: a second list, which also has the first k equal to the pivot
+  uint32_t pivot, top;
 };
 
 // Path 3: blocks list the parts of a row,
 template <class T, class S>
-__global__ void __launch_bounds__(S::kThreads, S::kBlocks) filter_rows(const Arguments a, int split) {
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks) filter_rows(const Arguments a, int split, uint32_t inverse) {
   Part<S>& m = *reinterpret_cast<Part<S>*>(dynamic_memory());
   __shared__ uint32_t kept;
   const long long number = blockIdx.x / split;
   const int part = blockIdx.x % split;
+  Head* heads = static_cast<Head*>(a.workspace);
+  uint2* list = reinterpret_cast<uint2*>(heads + a.rows * split) + static_cast<long long>(blockIdx.x) * S::kRoom;
   clear<S::kThreads>(m.s.bins[0], kBins);
   if (threadIdx.x == 0) kept = 0;
   wait_for_earlier();
   const Row<T> row = row_of<T>(a, number);
   allow_next();
-  if (row.length <= a.k) return;  // the finishing kernel needs nothing here
+  if (row.length <= a.k) {  // the finishing kernel needs nothing here
+    if (threadIdx.x == 0) heads[blockIdx.x] = Head{0, 0, 0, 0};
+    return;
+  }
   const int vectors = row.vectors();
-  const int share = (vectors + split - 1) / split;
+  // Parts of a ring are a vector longer than a fair share: parts that begin at multiples of a large power of two, as
+  // those of rows of 2^n columns do, are read more slowly.
+  const int fair = split == 1 ? vectors : static_cast<int>(__umulhi(vectors + split - 1, inverse));
+  const int share = fair + (S::kStages ? 1 : 0);
   const int from = min(part * share, vectors), to = min(from + share, vectors);
-  Lister<T, S> lister(row, from, to, m.ring);
-  const Pivot pivot = propose<T, S>(a, row, m.s, kFinishRoom);
-  Head* heads = static_cast<Head*>(a.workspace);
-  uint2* list = reinterpret_cast<uint2*>(heads + a.rows * split) + static_cast<long long>(blockIdx.x) * S::kRoom;
-  lister.list(pivot.key, list, kept);
-  if (threadIdx.x == 0) heads[blockIdx.x] = Head{kept, pivot, 0};
+  const Sample<T, S> sample(row);
+  Pivot pivot;
+  uint32_t found, merged = 0;
+  if constexpr (S::kStages == 0) {
+    const Piece<T, S> piece(row, from, to);
+    pivot = propose<T, S>(a, row, sample, m.s, kFinishRoom);
+    if (pivot.key >= kLowest && pivot.key <= kHighest) {
+      const uint32_t hits = piece.above_pivot(pivot.key);
+      found = piece.place(hits, m.s.low, [&](uint32_t at, int, uint2 entry) {
+        if (at < S::kRoom) list[at] = entry;
+      });
+      if (pivot.plateau && found < static_cast<uint32_t>(a.k)) {
+        const uint32_t first = piece.first_equal(pivot.key, a.k, m.s.high);
+        merged = piece.place(hits | first, m.s.totals, [&](uint32_t at, int, uint2 entry) { list[kMaxK + at] = entry; });
+      }
+    } else {
+      found = kFull;  // no score stands for such a pivot
+    }
+  } else {
+    Lister<T, S> lister(row, from, to, m.ring);
+    pivot = propose<T, S>(a, row, sample, m.s, kFinishRoom);
+    lister.list(pivot.key, list, kept);
+    found = kept;
+  }
+  if (threadIdx.x == 0) heads[blockIdx.x] = Head{found, merged, pivot.key, pivot.top};
+}
+
+// What the parts of a row have listed, fetched in blocks of 32, none of which holds two parts'.
+struct Parts {
+  bool wide;           // more than 32 parts
+  uint32_t counts[2];  // of the parts: this lane's, and the one 32 further
+  uint32_t ends[2];    // blocks up to the end of each
+  uint32_t blocks, total;
+
+  __device__ __forceinline__ Parts(uint32_t first, uint32_t second, int split)
+      : wide(split > 32), counts{first, second} {
+    ends[0] = warp_inclusive((first + 31) / 32);
+    blocks = __shfl_sync(kFull, ends[0], 31);
+    ends[1] = blocks;
+    if (wide) {
+      ends[1] += warp_inclusive((second + 31) / 32);
+      blocks = __shfl_sync(kFull, ends[1], 31);
+    }
+    total = __reduce_add_sync(kFull, first + second);
+  }
+  // Whether this lane has one in block b, of which part, and the how manieth there.
+  __device__ __forceinline__ bool find(uint32_t b, uint32_t& part, uint32_t& i) const {
+    part = __popc(__ballot_sync(kFull, ends[0] <= b));
+    bool late = false;
+    if (wide) {
+      part += __popc(__ballot_sync(kFull, ends[1] <= b));
+      late = part >= 32;
+    }
+    const uint32_t count = __shfl_sync(kFull, late ? counts[1] : counts[0], part & 31);
+    i = (b - __shfl_sync(kFull, late ? ends[1] : ends[0], part & 31) + (count + 31) / 32) * 32 + (threadIdx.x & 31);
+    return b < blocks && i < count;
+  }
+};
+
+// What the blocks of a row left.
+template <class S>
+struct Left {
+  const Head* heads;
+  const uint2* lists;
+  __device__ __forceinline__ Left(const Arguments& a, int split)
+      : heads(static_cast<const Head*>(a.workspace)), lists(reinterpret_cast<const uint2*>(heads + a.rows * split)) {
+    heads += static_cast<long long>(blockIdx.x) * split;
+    lists += static_cast<long long>(blockIdx.x) * split * S::kRoom;
+  }
+};
+
+// The rest of finish_rows where the sample misled, out of line.
+template <class T, class S>
+__attribute__((noinline)) __device__ void finish_anyhow(const Arguments& a, int split, Last& m) {
+  constexpr int kThreads = kFinishThreads;
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const Left<S> left(a, split);
+  const uint32_t first = lane < split ? left.heads[lane].kept : 0u;
+  const uint32_t second = lane + 32 < split ? left.heads[lane + 32].kept : 0u;
+  const Parts parts(first, second, split);
+  const bool fits =
+      __all_sync(kFull, first <= S::kRoom && second <= S::kRoom) && parts.total < static_cast<uint32_t>(a.k);
+  if (threadIdx.x == 0) {
+    m.kept = fits ? parts.total : kFinishRoom + 1u;
+    m.next = 0;
+  }
+  __syncthreads();
+  if (fits) {  // too few
+    const SharedWords counter(&m.next);
+    for (uint32_t b = warp; b < parts.blocks; b += kWarps) {
+      uint32_t part, i;
+      if (parts.find(b, part, i)) m.list[counter.take(1)] = left.lists[part * S::kRoom + i];
+    }
+    __syncthreads();
+  }
+  const Row<T> row = row_of<T>(a, blockIdx.x);
+  const Pivot pivot{settle<T, kThreads>(a.k, row, left.heads[0].pivot, m.s, m.list, kFinishRoom, m.kept),
+                    left.heads[0].top, false};
+  clear<kThreads>(m.s.bins[0], kBins);
+  __syncthreads();
+  Survivors<kThreads, kFinishRoom / kThreads>(m.list, m.kept)
+      .write(a, row.number, row.length, m.kept, pivot, reinterpret_cast<uint32_t*>(m.list), sizeof(m.list) / 4, m.s);
 }
 
 // and one block for each row finishes it.
 template <class T, class S>
-__global__ void __launch_bounds__(kFinishThreads, 1) finish_rows(const Arguments a, int split) {
+__global__ void __launch_bounds__(kFinishThreads, 1) finish_rows(const __grid_constant__ Arguments a, int split) {
   constexpr int kThreads = kFinishThreads;
   constexpr int kWarps = kThreads / 32;
+  constexpr uint32_t kSlots = kFinishRoom / kThreads;
   Last& m = *reinterpret_cast<Last*>(dynamic_memory());
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   clear<kThreads>(m.s.bins[0], kBins);
-  const Head* heads = static_cast<const Head*>(a.workspace);
-  const uint2* lists = reinterpret_cast<const uint2*>(heads + a.rows * split);
-  lists += static_cast<long long>(blockIdx.x) * split * S::kRoom;
-  heads += static_cast<long long>(blockIdx.x) * split;
+  const Left<S> left(a, split);
   wait_for_earlier();
-  const Row<T> row = row_of<T>(a, blockIdx.x);
+  const uint32_t first = lane < split ? left.heads[lane].kept : 0u;
+  const uint32_t second = lane + 32 < split ? left.heads[lane + 32].kept : 0u;
+  const Pivot pivot{left.heads[0].pivot, left.heads[0].top, false};
+  const int length = row_of<T>(a, blockIdx.x).length;
   allow_next();
-  if (row.length <= a.k) {
-    emit_all<kThreads>(a, row.number, row.length);
+  if (length <= a.k) {
+    emit_all<kThreads>(a, blockIdx.x, length);
     return;
   }
-  if (warp == 0) {  // a part's survivors are fetched in blocks of 32
-    uint32_t total = 0, blocks = 0;
-    bool fits = true;
-    for (int base = 0; base < split; base += 32) {
-      const int part = base + lane;
-      const uint32_t mine = part < split ? heads[part].kept : 0u;
-      fits = fits && mine <= S::kRoom;
-      const uint32_t counted = fits ? mine : 0u;
-      const uint32_t own = (counted + 31) / 32;
-      const uint32_t end = total + warp_inclusive(counted), last = blocks + warp_inclusive(own);
-      if (part < split) m.first[part] = end - counted;
-      for (uint32_t j = 0; j < own && last - own + j < sizeof(m.owner) / 2; ++j)
-        m.owner[last - own + j] = static_cast<uint16_t>(part << 8 | j);
-      total = __shfl_sync(kFull, end, 31);
-      blocks = __shfl_sync(kFull, last, 31);
-    }
-    fits = __all_sync(kFull, fits) && total <= kFinishRoom;
-    if (lane == 0) {
-      m.first[split] = total;
-      m.blocks = fits ? blocks : 0u;
-      m.kept = fits ? total : kFinishRoom + 1u;
-      m.pivot = heads[0].pivot;
+  const uint32_t k = a.k;
+  Parts parts(first, second, split);
+  const bool fits = __all_sync(kFull, first <= S::kRoom && second <= S::kRoom) && parts.blocks <= kSlots * kWarps;
+  uint32_t wanted = 0, late[2] = {0, 0};
+  if constexpr (S::kStages == 0) {
+    if (fits && parts.total < k) {  // of the parts that have the first ones equal to the pivot, the second list
+      const uint32_t own = lane < split ? left.heads[lane].merged : 0u;
+      const uint32_t far = lane + 32 < split ? left.heads[lane + 32].merged : 0u;
+      const uint32_t equal = own - min(own, first), more = far - min(far, second);
+      const uint32_t end = warp_inclusive(equal), last = __shfl_sync(kFull, end, 31) + warp_inclusive(more);
+      const uint32_t lacking = k - parts.total;
+      if (__shfl_sync(kFull, last, 31) >= lacking) {
+        const bool one = equal && end - equal < lacking, two = more && last - more < lacking;
+        late[0] = __ballot_sync(kFull, one);
+        late[1] = __ballot_sync(kFull, two);
+        parts = Parts(one ? own : first, two ? far : second, split);
+        wanted = lacking;
+      }
     }
   }
-  __syncthreads();
-#pragma unroll 4
-  for (uint32_t b = warp; b < m.blocks; b += kWarps) {
-    const uint32_t part = m.owner[b] >> 8, i = (m.owner[b] & 255u) * 32 + lane;
-    const uint32_t place = m.first[part] + i;
-    if (place < m.first[part + 1]) m.list[place] = lists[static_cast<long long>(part) * S::kRoom + i];
+  if (!fits || parts.total < k) {
+    finish_anyhow<T, S>(a, split, m);
+    return;
   }
+  const uint32_t slots = (parts.blocks + kWarps - 1) / kWarps;
+  Survivors<kThreads, kSlots> survivors(slots);
+  survivors.load([&](int j, uint32_t& bits, uint32_t& column) {  // a warp takes neighbouring blocks
+    uint32_t part, i;
+    const bool there = parts.find(warp * slots + j, part, i);
+    if (wanted && late[part >> 5 & 1] >> (part & 31) & 1u) i += kMaxK;
+    if (there) {
+      const uint2 entry = left.lists[part * S::kRoom + i];
+      bits = entry.x, column = entry.y;
+    }
+  });
   __syncthreads();
-  Pivot pivot = m.pivot;
-  if (m.kept < static_cast<uint32_t>(a.k) || m.kept > kFinishRoom) {
-    pivot.key = settle<T, kThreads>(a, row, pivot.key, m.s, m.list, kFinishRoom, m.kept);
-    clear<kThreads>(m.s.bins[0], kBins);
-    __syncthreads();
-  }
-  finish<kThreads, kFinishRoom / kThreads>(a, row.number, row.length, m.list, m.kept, pivot,
-                                           reinterpret_cast<uint32_t*>(m.list), sizeof(m.list) / 4, m.s);
+  if constexpr (S::kStages == 0)
+    survivors.write_in_order(a, blockIdx.x, length, parts.total, pivot, wanted, m.s);
+  else
+    survivors.write(a, blockIdx.x, length, parts.total, pivot, reinterpret_cast<uint32_t*>(m.list),
+                    sizeof(m.list) / 4, m.s);
 }
 
 constexpr int kSharedLimit = 99 * 1024 - 64;  // of a block on sm_120, less what is declared beside
@@ -1233,7 +1561,7 @@ Plan plan_of(const Arguments& a) {
   const long long widest = widest_of(a);
   const bool few = a.rows <= processors;
   if (p.path == 0)
-    p.path = widest <= kWidestResident ? 1 : widest <= kWidestShort || !few ? 2 : 3;
+    p.path = widest <= kWidestResident ? 1 : !few || (widest <= kWidestShort && 4 * a.rows > processors) ? 2 : 3;
   if (p.path == 1) {
     const bool narrow = widest <= kWidestResident / 2;
     p.threads = few ? 1024 : 512;
@@ -1243,18 +1571,20 @@ Plan plan_of(const Arguments& a) {
   if (p.path == 3) {
     long long split = a.split;
     if (!split) {
-      const long long fair = 2 * processors / (a.rows > 0 ? a.rows : 1), useful = (a.width + 4095) / 4096;
+      const long long fair = 2 * processors / (a.rows > 0 ? a.rows : 1);
+      const long long least = widest <= kWidestShort ? 2048 : 4096, useful = (a.width + least - 1) / least;
       split = fair < useful ? fair : useful;
     }
     p.split = static_cast<int>(split < 1 ? 1 : split > kMaxSplit ? kMaxSplit : split);
-    p.threads = Held::kThreads;
-    p.held = widest + 8 * p.split <= 32LL * Held::kThreads * p.split ? 32 : 0;
+    const long long per = a.bf16 ? 8 : 4, share = ((widest + per - 1) / per + p.split - 1) / p.split * per;
+    p.held = share <= 32 * Held::kThreads ? 32 : 0;
+    p.threads = p.held ? Held::kThreads : Ring::kThreads;
     p.bytes = a.rows * p.split * static_cast<long long>(sizeof(Head) + Held::kRoom * sizeof(uint2));
   }
   return p;
 }
 
-static_assert(Held::kThreads == Ring::kThreads && Held::kRoom == Ring::kRoom, "they leave the same for the finish");
+static_assert(Held::kRoom == Ring::kRoom, "they leave the same for the finish");
 
 template <class T>
 cudaError_t prepare() {
@@ -1266,6 +1596,7 @@ cudaError_t prepare() {
   if (error == cudaSuccess) error = most(filter_rows<T, Held>, sizeof(Part<Held>));
   if (error == cudaSuccess) error = most(filter_rows<T, Ring>, sizeof(Part<Ring>));
   if (error == cudaSuccess) error = most(finish_rows<T, Held>, sizeof(Last));
+  if (error == cudaSuccess) error = most(finish_rows<T, Ring>, sizeof(Last));
   return error;
 }
 
@@ -1299,11 +1630,13 @@ cudaError_t launch(const Arguments& a, const Plan& p, cudaStream_t stream) {
     if (p.held) return start(stream_rows<T, Short>, rows, Short::kThreads, sizeof(Whole<Short>), stream, a);
     return start(stream_rows<T, Many>, rows, Many::kThreads, sizeof(Whole<Many>), stream, a);
   }
+  const uint32_t inverse = static_cast<uint32_t>(0x100000000LL / p.split + 1);  // above 2^32 / split
   const cudaError_t error =
-      p.held ? start(filter_rows<T, Held>, blocks, Held::kThreads, sizeof(Part<Held>), stream, a, p.split)
-             : start(filter_rows<T, Ring>, blocks, Ring::kThreads, sizeof(Part<Ring>), stream, a, p.split);
+      p.held ? start(filter_rows<T, Held>, blocks, Held::kThreads, sizeof(Part<Held>), stream, a, p.split, inverse)
+             : start(filter_rows<T, Ring>, blocks, Ring::kThreads, sizeof(Part<Ring>), stream, a, p.split, inverse);
   if (error != cudaSuccess) return error;
-  return start(finish_rows<T, Held>, rows, kFinishThreads, sizeof(Last), stream, a, p.split);
+  if (p.held) return start(finish_rows<T, Held>, rows, kFinishThreads, sizeof(Last), stream, a, p.split);
+  return start(finish_rows<T, Ring>, rows, kFinishThreads, sizeof(Last), stream, a, p.split);
 }
 
 }  // namespace

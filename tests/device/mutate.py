@@ -35,10 +35,10 @@ MUTATIONS: dict[str, tuple[str, str]] = {
         "column_of(first, i) < cut.limit",
         "column_of(first, i) >= cut.limit",
     ),
-    "listed: ties to the highest column": ("columns[j] < cut.limit", "columns[j] >= cut.limit"),
+    "listed: ties to the highest column": ("columns[j] < last.limit", "columns[j] >= last.limit"),
     "few ties: the last one first": ("<< 32 | ~column;", "<< 32 | column;"),
     "candidates capped": ("a.k) || kept > S::kRoom)", "a.k))"),
-    "candidates capped at the finish": ("a.k) || m.kept > kFinishRoom)", "a.k))"),
+    "candidates capped at the finish": (" && parts.blocks <= kSlots * kWarps;", ";"),
     "length read as unsigned": (
         "long long length = a.lengths[number];",
         "long long length = static_cast<unsigned>(a.lengths[number]);",
@@ -59,7 +59,9 @@ MUTATIONS: dict[str, tuple[str, str]] = {
     "second window overwrites the first": ("    done += __reduce_add_sync", "    done *= __reduce_add_sync"),
     "row offset in 32 bits": ("+ number * a.stride +", "+ static_cast<int>(number * a.stride) +"),
     "the last round counted twice": ("if (left <= u * kThreads) hits &=", "if (false) hits &="),
-    "the part of one block lost": ("b < m.blocks; b += kWarps", "b + 1 < m.blocks; b += kWarps"),
+    "the part of one block lost": ("return b < blocks && i < count;", "return b + 1 < blocks && i < count;"),
+    "in order: ties to the highest column": ("columns[j] < edge.limit", "columns[j] >= edge.limit"),
+    "plateau: the parts before not counted": ("const bool one = equal && end - equal < lacking", "const bool one = equal"),
     "short table read beyond": ("return page < pages ?", "return page <= pages ?"),
 }
 

@@ -18,6 +18,7 @@
 #include <ucontext.h>
 
 #define __global__
+#define __grid_constant__
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
