@@ -441,6 +441,14 @@ def test_the_look_for_machine_paths_finds_one(text: str, folder: str) -> None:
     assert _MACHINE.search(text.format(folder))
 
 
+def test_the_readme_counts_the_missed_bounds_of_the_top_k_as_its_result_does() -> None:
+    rows = json.loads((ROOT / "evidence" / "topk" / "speed.json").read_text(encoding="utf-8"))["rows"]
+    bounds = [row["holds"] for row in rows if row.get("must") is not None and row["name"].endswith(" randn")]
+    assert len(bounds) == 14
+    missed = ("none", "one", "two", "three", "four", "five", "six")[bounds.count(False)]
+    assert f"{missed} of fourteen of which miss" in " ".join(page("README.md").split())
+
+
 def is_news(text: str) -> bool:
     lines = text.splitlines()
     return bool(lines) and lines[0].startswith("- ") and all(line.startswith(("- ", "  ")) for line in lines)

@@ -122,6 +122,9 @@ def test_it_has_the_verbs_of_a_node_and_no_other(file: Path) -> None:
     told = nodes.call(file, "--help").out
     words = [line.split()[0] for line in told.partition("Commands:")[2].splitlines() if line.strip()]
     assert sorted(words) == sorted([*cli.NODE_VERBS, "check"])
+    page = (REPOSITORY / "docs" / "operators.md").read_text(encoding="utf-8")
+    listed = page.partition("Its verbs are those of a node: ")[2].partition(", which is")[0]
+    assert sorted(re.findall("`([a-z]+)`", listed)) == sorted(words)
     for verb in set(cli.apply_cli.commands) - set(cli.NODE_VERBS):
         assert nodes.call(file, verb).code == Exit.USAGE
 
