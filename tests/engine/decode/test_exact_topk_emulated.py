@@ -165,6 +165,21 @@ def test_the_threads_order_changes_nothing(library: Path, monkeypatch: pytest.Mo
         assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
 
 
+def wrong_on_a_late_plateau(kernel: Any) -> bool:
+    """A row in 64 parts, its k-th score among equal ones that only parts from the 38th on have."""
+    rng = np.random.default_rng(3)
+    scores = -rng.random((1, 66000), np.float32) - 1
+    scores[0, 40000:] = 0
+    scores[0, rng.choice(66000, 300, replace=False)] = 1 + rng.random(300, np.float32)
+    wanted = oracle.expected(scores, [66000], 2048, [0])
+    return bool((select(kernel, scores, [66000], 2048, [0], "split", 64) != wanted).any())
+
+
+def test_a_plateau_in_the_later_parts_gives_the_oracles_row(kernel: Any) -> None:
+    assert not wrong_on_a_late_plateau(kernel)
+
+
+LATE_PLATEAU = "late plateau"
 # What must be noticed: text of the source, what to put there, the class and shape that notice it
 BROKEN: dict[str, tuple[str, str, str, str]] = {
     "the tie rule flipped": (
@@ -187,6 +202,18 @@ BROKEN: dict[str, tuple[str, str, str, str]] = {
         "ramp_up_by_ulps",
         "one block, held",
     ),
+    "plateau: later parts read from the first list": (
+        "late[1] = __ballot_sync(kFull, two);",
+        "late[1] = 0;",
+        LATE_PLATEAU,
+        "",
+    ),
+    "in order: equal ones counted from the warp's own first": (
+        "over = before & 0xFFFFu, same = before >> 16;",
+        "over = before & 0xFFFFu, same = 0;",
+        LATE_PLATEAU,
+        "",
+    ),
 }
 
 
@@ -198,6 +225,9 @@ def test_a_broken_kernel_is_noticed(name: str, tmp_path: Path) -> None:
     source = tmp_path / "broken.cu"
     source.write_text(text.replace(old, new))
     broken = opened(compiled(tmp_path, source))
+    if kind == LATE_PLATEAU:
+        assert wrong_on_a_late_plateau(broken)
+        return
     if kind:
         assert wrong(broken, kind, shape)
         return
