@@ -191,7 +191,7 @@ def _rows_behind(results: Results, names: Sequence[str]) -> float:
     found = _events(results, names[0], "decode", "offload")
     if not found:
         raise NothingToMeasure(f"{names[0]}: nothing was retracted")
-    return max(int(values["committed"]) - int(values["rows"]) for values in found)
+    return max(abs(int(values["committed"]) - int(values["rows"])) for values in found)
 
 
 def _evicted(side: str) -> Callable[[Results, Sequence[str]], float]:
@@ -338,7 +338,9 @@ MEASURES: dict[str, Measure] = {
     "saved_bytes": Measure("bytes of KV of the first send minus those of the second", 2, _saved_bytes),
     "transfer_calls": Measure("transfer calls of P with KV", 1, _transfer_calls),
     "lost": Measure("accepted tokens thrown away at retractions", 1, _lost),
-    "rows_behind": Measure("committed rows minus saved rows at a retraction, the largest", 1, _rows_behind),
+    "rows_behind": Measure(
+        "the largest distance between committed and saved rows at a retraction, either way", 1, _rows_behind
+    ),
     "lost_each": Measure("the same for each retraction", 1, _lost_each),
     "accept_kept": Measure(
         "tokens a step of the first send over those of the same requests in the second", 2, _accept_kept

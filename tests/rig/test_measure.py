@@ -144,6 +144,12 @@ def test_retraction_lines_are_added_up() -> None:
     assert value("rows_behind", "a", a=result(answer(1), decode=lines)) == 1
 
 
+def test_rows_saved_beyond_the_committed_ones_are_a_distance_too() -> None:
+    lines = [("offload", {"rows": "45", "committed": "46"}), ("offload", {"rows": "53", "committed": "50"})]
+    assert value("rows_behind", "a", a=result(answer(1), decode=lines)) == 3
+    assert value("rows_behind", "a", a=result(answer(1), decode=lines[1:])) == 3
+
+
 def test_acceptance_and_steps_are_compared_with_the_same_requests() -> None:
     before = result(answer(*range(13), verify_steps=3), answer(*range(9), verify_steps=2))
     after = result(answer(*range(13), verify_steps=6, retractions=2), answer(*range(9), verify_steps=2))

@@ -215,6 +215,23 @@ def test_a_request_without_a_seed_is_given_none(new: World) -> None:
     assert first.request.output_dsa_topk_indices is None and second.request.output_dsa_topk_indices is None
 
 
+def test_a_request_without_a_seed_is_given_none_where_another_has_one(new: World) -> None:
+    with new.entered():
+        node, first, second = crowd(new, seeds=True)
+        stock = node.batching.Req.offload_kv_cache
+
+        def offload(request: Any, *args: Any) -> None:
+            request.output_dsa_topk_indices = None
+            stock(request, *args)
+
+        with mock.patch.object(node.batching.Req, "offload_kv_cache", offload):
+            node.run(force(node, {4: Node.retract}))
+        assert node.scheduler.future_map.dsa_topk_indices_buf is not None
+    (one,) = [one for one in (first, second) if one.rows_behind]
+    assert one.request.output_dsa_topk_indices is None
+    check_texts(node)
+
+
 def test_without_overlap_the_pools_come_back_and_the_state_stays(alone: World) -> None:
     with alone.entered():
         node, _, _ = crowd(alone, overlap=False)
@@ -350,6 +367,51 @@ def test_a_table_that_is_too_short_for_the_history_fails_the_request(new: World)
         assert not module.restore(pair.request, slots[:-1], pair.allocator)
         assert "a history of 70 and 69 slots" in pair.request.to_finish.message
         assert "kv_cache_cpu" not in vars(pair.request)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "index"),
+    [
+        ("mla", ("torch.float32", (1, 16)), ()),
+        ("dsa", ("torch.bfloat16", (1, 16)), (("torch.uint8", (PAGE * (128 + 4),)),)),
+        ("dsa fp8", ("torch.uint8", (1, 656)), (("torch.uint8", (PAGE * (128 + 4),)),)),
+    ],
+)
+def test_a_record_tells_type_and_shape_of_every_buffer(new: World, kind: str, layer: Any, index: Any) -> None:
+    with new.entered(), Pair(new, kind, layers=2) as pair:
+        new.module("research.retract_draft").admit(pair.scheduler, pair.draft)
+        pair.take([2, 6, 1])
+        pair.offload()
+    assert pair.request.kv_cache_cpu.geometry == ((layer, layer, *index, *index), (layer, *index))
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("change", ["type", "index"])
+def test_a_pool_that_became_another_one_fails_the_request(new: World, role: str, change: str) -> None:
+    with new.entered(), Pair(new, "dsa") as pair:
+        module = new.module("research.retract_draft")
+        module.admit(pair.scheduler, pair.draft)
+        slots = pair.take([2, 6, 1])
+        pair.offload()
+        pool = getattr(pair, role)
+        if change == "type":
+            pool.kv_buffer = [buffer.view(torch.float16) for buffer in pool.kv_buffer]
+        else:
+            pool.index_k_with_scale_buffer = [buffer[:, :-4] for buffer in pool.index_k_with_scale_buffer]
+        assert not module.restore(pair.request, slots, pair.allocator)
+    assert f"cannot be restored: a {role} pool of" in pair.request.to_finish.message
+
+
+def test_a_request_that_is_being_aborted_anyway_keeps_its_own_reason(new: World) -> None:
+    with new.entered(), Pair(new, "mla", tokens=70) as pair:
+        module = new.module("research.retract_draft")
+        module.admit(pair.scheduler, pair.draft)
+        slots = pair.take([2, 6])
+        pair.offload()
+        pair.request.to_finish = "told before"
+        assert not module.restore(pair.request, slots[:-1], pair.allocator)
+    assert pair.request.to_finish == "told before"
+    assert "kv_cache_cpu" not in vars(pair.request) and pair.request.skip_radix_cache_insert
 
 
 # Where the gate is refused

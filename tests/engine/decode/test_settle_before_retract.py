@@ -264,6 +264,28 @@ def test_a_reason_to_end_that_no_result_has_taken_up_stays(new: World) -> None:
         assert "4 committed KV rows for a history of 8" in request.to_finish.message
 
 
+def test_a_request_that_the_settled_results_finish_is_not_judged(new: World) -> None:
+    """Its last result may have brought more rows than its history kept; it is at its end, and is not retracted."""
+    with new.entered():
+        settle = new.module("research.settle")
+        ended: list[str] = []
+        request = SimpleNamespace(rid="r", finished=lambda: bool(ended), seqlen=9, kv_committed_len=11, to_finish=None)
+        scheduler = SimpleNamespace(
+            result_queue=deque([("batch", "result")]),
+            last_batch="the last",
+            forward_ct=1,
+            process_batch_result=lambda batch, result: ended.append("by length"),
+        )
+        batch = SimpleNamespace(
+            filter_batch=lambda: None, is_empty=lambda: False, check_decode_mem=lambda: False, reqs=[request]
+        )
+        settle.before_retract(scheduler, batch)
+        assert ended and vars(request)["to_finish"] is None
+        ended.clear()
+        settle.before_retract(scheduler, batch)
+        assert "11 committed KV rows for a history of 8" in request.to_finish.message
+
+
 # Where the gate is refused
 
 
