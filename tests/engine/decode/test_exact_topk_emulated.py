@@ -56,7 +56,8 @@ class Arguments(ctypes.Structure):
 def compiled(folder: Path, source: Path = SOURCE) -> Path:
     """The library of ``source``; ``folder`` keeps it."""
     made = folder / "kernel.so"
-    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-x", "c++", f"-I{HEADERS}"]
+    # Not one generator for all libraries of the process: the order of threads would hang on the tests before.
+    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", "-w", "-x", "c++", f"-I{HEADERS}"]
     command += ['-DEXACT_TOPK_IDENTITY="emulated"', "-o", str(made), str(source)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
@@ -189,7 +190,7 @@ BROKEN: dict[str, tuple[str, str, str, str]] = {
         "resident, few rows",
     ),
     "the tie rule flipped among few": ("<< 32 | ~column;", "<< 32 | column;", "last_ten_bits", "resident, few rows"),
-    "candidates capped": ("a.k) || kept > S::kRoom)", "a.k))", "randn", "one block, held"),
+    "candidates capped": ("a.k) || kept > S::kRoom)", "a.k))", "zeros_0.5", "one block, held"),
     "length read as unsigned": (
         "long long length = a.lengths[number];",
         "long long length = static_cast<unsigned>(a.lengths[number]);",
