@@ -75,7 +75,9 @@ def test_who_started_before_the_change_has_old_code_and_who_started_after_it_has
 
 
 def test_a_late_fork_of_an_early_process_has_the_old_code_too(toy: Toy) -> None:
-    text = "import os, sys\nprint('up', flush=True)\ninput()\nprint(os.fork() or os.getpid(), flush=True)\ninput()"
+    # One write a line: two processes print into one pipe.
+    told = "os.write(1, b'%d\\n' % (os.fork() or os.getpid()))"
+    text = f"import os, sys\nprint('up', flush=True)\ninput()\n{told}\ninput()"
     command = [sys.executable, "-S", "-c", text, str(toy.tree)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -31,6 +31,8 @@ ATTN_TP_SIZES: tuple[int, ...] = (1, ATTN_TP_SIZE) if ENABLED else (1,)
 """Sizes of the attention TP group that the DSA CP communicator accepts."""
 
 ARCHITECTURES = ("GlmMoeDsaForCausalLM",)
+# The boundaries were compared in these alone.
+DTYPES = ("torch.bfloat16", "torch.float32")
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +94,7 @@ def check_start(server_args: Any) -> None:
         GATE,
         [
             ("architecture", ARCHITECTURES, model.hf_config.architectures[0]),
-            # The boundaries were compared in these alone.
-            ("the model's dtype", ("torch.bfloat16", "torch.float32"), str(model.dtype)),
+            ("the model's dtype", DTYPES, str(model.dtype)),
             *gates.facts_of(cfg, (*shape, *_CONDITIONS)),
             ("the backend of prefill CUDA graphs", "disabled", cfg.cuda_graph_config.prefill.backend),
             ("SGLANG_ENABLE_CP_V2", True, bool(envs.SGLANG_ENABLE_CP_V2.get())),
