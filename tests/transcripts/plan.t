@@ -72,7 +72,7 @@ $ apply.py plan --root tree --to alpha-first --json
   "warnings": []
  },
  "schema": 1,
- "tool": "0.1.0",
+ "tool": "0.2.0",
  "verb": "plan"
 }
 [0]
