@@ -14,7 +14,11 @@ from lab.load.stream import Failure
 
 @dataclass(frozen=True)
 class Sent:
-    """One request as the generator saw it. Seconds from the start; ``ended`` is None while it still runs."""
+    """One request as the generator saw it. Seconds from the start; ``ended`` is None while it still runs.
+
+    text: a digest of what it brought, so that answers to one prompt can be compared. detail: of the failure. left: the
+    client closed the connection on purpose.
+    """
 
     number: int
     due: float
@@ -28,10 +32,13 @@ class Sent:
     gaps: tuple[float, ...] = ()
     counted: bool = True
     worker: str = ""
+    text: str = ""
+    detail: str = ""
+    left: bool = False
 
     @property
     def done(self) -> bool:
-        return self.ended is not None and self.failure is None
+        return self.ended is not None and self.failure is None and not self.left
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,12 +45,21 @@ class Unusable(Exception):
 
 @dataclass
 class Log:
-    """What a run leaves; filled while it runs, so that what is there when it breaks is kept."""
+    """What a run leaves; filled while it runs, so that what is there when it breaks is kept.
 
+    began: when its seconds begin, on the clock that only runs.
+    """
+
+    began: float = 0.0
     sent: list[Sent] = field(default_factory=list)
     readings: dict[str, list[Reading]] = field(default_factory=dict)
     clocks: list[Clock] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
+
+
+def digest(text: str) -> str:
+    """What tells two answers apart, short enough to be kept for each of them."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 Progress = Callable[[float, int, int, int], None]
@@ -59,7 +69,8 @@ Progress = Callable[[float, int, int, int], None]
 class Loop:
     """One run against one endpoint.
 
-    ``workers``: metrics addresses by name. ``progress`` is told seconds, sent, done and failed.
+    ``workers``: metrics addresses by name. ``progress`` is told seconds, sent, done and failed. ``over``: whether to
+    send no more; what was sent is waited for.
     """
 
     endpoint: Endpoint
@@ -69,6 +80,7 @@ class Loop:
     every: float = 1.0
     progress: Progress = lambda *_: None
     clock: Callable[[], Clock] = lambda: Clock(time.monotonic(), time.time())
+    over: Callable[[], bool] = lambda: False
 
     async def run(self, log: Log) -> None:
         """Send everything and wait for every end. Raises Unusable if the endpoint or the model is not there."""
@@ -77,12 +89,14 @@ class Loop:
             await self._there(session)
             await self._look(session, log)
             self._open: dict[int, Sent] = {}
-            start = time.monotonic()
+            start = log.began = time.monotonic()
             watch = asyncio.create_task(self._watch(session, log, start))
             try:
                 tasks = []
                 for request in self.requests:
                     await asyncio.sleep(max(start + request.at - time.monotonic(), 0))
+                    if self.over():
+                        break
                     tasks.append(asyncio.create_task(self._one(session, request, start, log)))
                 await asyncio.gather(*tasks)
             finally:
@@ -127,7 +141,7 @@ class Loop:
     async def _one(self, session: aiohttp.ClientSession, request: Request, start: float, log: Log) -> None:
         began = time.monotonic() - start
         self._open[request.number] = Sent(request.number, request.at, began, None, None)
-        reader, marks, worker = Reader(self.new), list[float](), ""
+        reader, marks, worker, left = Reader(self.new), list[float](), "", False
         limit = aiohttp.ClientTimeout(total=self.endpoint.timeout, sock_connect=30)
         try:
             async with session.post(
@@ -142,7 +156,10 @@ class Loop:
                     async for data in answer.content.iter_any():
                         now = time.monotonic() - start
                         marks += [now] * (reader.feed(data) > 0)
-                    reader.end()
+                        if left := 0 < request.leave <= reader.answer.chunks:
+                            break
+                    else:
+                        reader.end()
         except TimeoutError:
             reader.fail(Failure.TIMEOUT, f"after {self.endpoint.timeout:g} s")
         except aiohttp.ClientConnectorError as error:
@@ -150,10 +167,18 @@ class Loop:
         except (aiohttp.ClientError, OSError) as error:
             reader.fail(Failure.CUT, repr(error))
         self._open.pop(request.number)
-        log.sent.append(self._judged(request, began, reader.answer, marks, time.monotonic() - start, worker))
+        log.sent.append(self._judged(request, began, reader.answer, marks, time.monotonic() - start, worker, left))
 
     @staticmethod
-    def _judged(request: Request, began: float, answer: Answer, marks: list[float], ended: float, worker: str) -> Sent:
+    def _judged(
+        request: Request,
+        began: float,
+        answer: Answer,
+        marks: list[float],
+        ended: float,
+        worker: str,
+        left: bool,
+    ) -> Sent:
         return Sent(
             request.number,
             request.at,
@@ -167,4 +192,7 @@ class Loop:
             tuple(b - a for a, b in itertools.pairwise(marks)),
             answer.counted,
             worker,
+            digest(answer.text),
+            answer.detail,
+            left,
         )

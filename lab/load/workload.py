@@ -59,12 +59,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Request:
-    """One request: ``at`` seconds after the start; ``prefix`` is the number of its shared part."""
+    """One request: ``at`` seconds after the start; ``prefix`` is the number of its shared part.
+
+    leave: the client closes the connection after so many chunks of text; 0 stays to the end.
+    """
 
     number: int
     at: float
     prefix: int
     prompt: list[int] | str
+    leave: int = 0
 
 
 def _words(workload: Workload, chance: random.Random, count: int) -> list[int] | str:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import lab.rig.half_faults  # noqa: F401  for what it registers
 from lab.rig.faults import chosen
-from lab.rig.observe import say
+from lab.rig.say import say
 from lab.rig.standins.hook import after
 
 

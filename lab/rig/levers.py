@@ -30,7 +30,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from lab.rig.observe import say
+from lab.rig.say import say
 from lab.rig.standins.hook import after
 
 _GATHERED = re.compile(r"(.+)\.\d+of(\d+)")

@@ -13,14 +13,9 @@ import threading
 from types import ModuleType
 from typing import Any
 
+from lab.rig import pack_times  # noqa: F401  first, so that what it times holds no line of this module
+from lab.rig.say import say
 from lab.rig.standins.hook import after
-
-
-def say(event: str, **values: object) -> None:
-    """Print one line of observation in one write, so that lines of several processes do not mix."""
-    text = " ".join([f"rig: {event}", *(f"{name}={value}" for name, value in values.items())])
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
 
 
 def foreign_modules(root: str) -> list[str]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from lab.load import workers
 from lab.load.accounting import Clock, Sent, Window, account, baab, growth, outstanding, paired, quantile
-from lab.load.run import Endpoint, Log, Loop, Unusable
+from lab.load.run import Endpoint, Log, Loop, Unusable, digest
 from lab.load.stream import Answer, Failure, Reader
 from lab.load.workload import Arrivals, Prompt, Workload, requests, times
 
@@ -435,6 +435,31 @@ def test_every_request_leaves_at_its_time_whatever_came_before(serve: Callable[.
 def test_a_planted_fault_fails_by_its_name(serve: Callable[..., Server], fault: str, failure: Failure) -> None:
     log = loaded(serve(fault=fault), timeout=1.0)
     assert {one.failure for one in log.sent} == {failure}
+
+
+def test_a_text_is_known_by_its_digest_and_a_failure_by_its_words(serve: Callable[..., Server]) -> None:
+    assert {(one.text, one.detail) for one in loaded(serve()).sent} == {(digest("xxx"), "")}
+    assert digest("xxx") != digest("xxy") and digest("") == ""
+    assert all("503" in one.detail and "busy" in one.detail for one in loaded(serve(fault="status")).sent)
+
+
+def test_a_client_that_leaves_is_neither_done_nor_failed(serve: Callable[..., Server]) -> None:
+    log, server = Log(), serve(takes=1.5)
+    base = f"http://127.0.0.1:{server.port}"
+    made = [replace(one, leave=one.number % 2) for one in requests(WORKLOAD)]
+    asyncio.run(Loop(Endpoint(base, "tiny", 10), made, 3).run(log))
+    left = [one for one in log.sent if one.left]
+    assert [one.number % 2 for one in left] == [1] * 10 and not any(one.done or one.failure for one in left)
+    assert all(one.ended is not None and one.ended - one.started < 1.0 for one in left)
+    assert sum(one.done for one in log.sent) == 10
+
+
+def test_a_load_that_is_over_sends_no_more_and_waits_for_what_was_sent(serve: Callable[..., Server]) -> None:
+    log = Log()
+    base = f"http://127.0.0.1:{serve(takes=0.3).port}"
+    loop = Loop(Endpoint(base, "tiny", 10), requests(WORKLOAD), 3, over=lambda: len(loop._open) >= 4)
+    asyncio.run(loop.run(log))
+    assert len(log.sent) == 4 and all(one.done for one in log.sent) and log.began > 0
 
 
 def test_a_clock_that_jumps_is_seen(serve: Callable[..., Server]) -> None:
