@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import bounded_pack, engines
+from benchmarks import bounded_pack, engines, pack_plot
 from benchmarks.bounded_pack import Cell, Lines, Transfer, cells, measure, rows, table, transfer, verdict
 from benchmarks.engines import Engines, Lost
 from lab.rig import boot, pack_times
@@ -359,3 +359,9 @@ def test_the_script_keeps_what_was_measured_when_the_engines_are_lost(
     last = result["rows"][-1]
     assert (last["name"], last["value"], last["holds"]) == ("cells that were not measured", 5, False)
     assert "lab/rig/pack_times.py" in result["modules"]
+
+
+def test_the_picture_beside_the_result_is_drawn_from_it(tmp_path: Path) -> None:
+    result = Path(__file__).parents[2] / "evidence" / "rig" / "bounded-pack.json"
+    pack_plot.draw(result, tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_bytes() == result.with_suffix(".svg").read_bytes()

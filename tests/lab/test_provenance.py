@@ -24,9 +24,11 @@ ROOT = Path(__file__).parents[2]
 PARTS = {"lab/rig/gpu/collectives.py"}
 # Writes the same fields by itself.
 ITSELF = {"benchmarks/router.py"}
-# No results: archives, series, what starts other scripts, the table's printer, pictures, modules that engines load.
+# No results: archives, series, what starts scripts or engines, the table's printer, pictures, what engines load.
 OTHERS = {
     "benchmarks/boundary_plot.py",
+    "benchmarks/engines.py",
+    "benchmarks/pack_plot.py",
     "benchmarks/picture.py",
     "benchmarks/report.py",
     "benchmarks/series.py",
