@@ -10,9 +10,10 @@
 //            table or no table row belongs to the score row.
 //
 // Why the result cannot depend on scheduling: what a row returns is a function of its k-th pair of (key, column), and
-// that pair comes from counts over the whole row. Survivor lists are filled in arrival order, but only counts and sets
-// are ever read from them, and the order of the output comes from a bitmap over the columns. A sample of the row only
-// proposes where to look; counts decide, and a proposal that fails costs one more search, never a wrong member.
+// that pair comes from counts over the whole row. A list of survivors is either by column, and then its order is the
+// output's, or in order of arrival, and then only counts and sets are read from it and a bitmap over the columns orders
+// the output. A sample of the row only proposes where to look; counts decide, and a proposal that fails costs one more
+// search, never a wrong member.
 // Nothing waits for another block: no spin barrier, no cluster, so no rule on residency.
 //
 // Nothing is allocated and nothing is read back by the host. Shared memory stays below 99 KB (sm_120).

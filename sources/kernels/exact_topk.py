@@ -16,7 +16,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("exact_topk.cu")
 # The build refuses any other bytes. This module is itself pinned, so the pair can only change together.
-SOURCE_SHA256 = "f3d2ed2f48d69e28d735070e6a5a66f5ed832f27a9ae2616598439c28296f954"
+SOURCE_SHA256 = "7795cc1cb893fc5ee401cfd146521690bb0ae2bee8e78ea66dc5f102cef075a2"
 
 LARGEST_K = 2048
 PATHS = {"auto": 0, "resident": 1, "stream": 2, "split": 3}
