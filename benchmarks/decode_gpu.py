@@ -210,10 +210,9 @@ def bandwidth(world: World, tokens: int, layers: int, device: str) -> dict[str, 
 
 
 def limits(total: float, parts: dict[str, float]) -> dict[str, float]:
-    """Each part's share of the whole, the largest first; what no part explains comes last."""
+    """Each part's time, measured by itself, over the whole's, the largest first; parts may overlap in the whole."""
     shares = {name: round(max(value, 0.0) / total, 3) for name, value in parts.items()}
-    ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
-    return ordered | {"not explained": round(1 - sum(shares.values()), 3)}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 def verdicts(trips: list[dict[str, Any]], high: dict[str, str], device: str) -> list[Row]:

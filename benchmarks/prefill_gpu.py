@@ -10,6 +10,7 @@ Triton's interpreter and nothing is timed. A part that fails is a row that does 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -40,6 +41,7 @@ PRELOADED = (1, 16, 17)  # as sources/prefill/gather_preload.py has them
 HIDDEN = 6144
 NORM_ROWS = (8, 1024, 4096)
 REPEATS = 15
+NORM_SEED = 3  # the gather's rows are drawn from their own width
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def which_norm() -> str:
 def norms(place: Place) -> list[Row]:
     """Compare a norm on half of the rows with the same rows of a norm on all, bit by bit; time both, and the copy."""
     rows = []
-    random = torch.Generator(place.device).manual_seed(3)
+    random = torch.Generator(place.device).manual_seed(NORM_SEED)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=place.device, generator=random).bfloat16()
@@ -287,7 +289,8 @@ def main(tree: Path, as_json: bool, first_use: str | None) -> None:
         click.echo(f"{machine}; the kernel's file alone, not the engine", err=True)
     else:
         click.echo("no GPU: checks in Triton's interpreter, nothing is timed", err=True)
-    show(rows, as_json, provenance.of(__file__, None))
+    kernel = hashlib.sha256((tree / KERNEL).read_bytes()).hexdigest()
+    show(rows, as_json, {**provenance.of(__file__, NORM_SEED), "kernel": KERNEL, "kernel_sha256": kernel})
 
 
 if __name__ == "__main__":

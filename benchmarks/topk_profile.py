@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.topk import Floor, K, scores_of
 from lab import provenance
+from tests.device.topk_data import of_the_kernel
 from tests.device.tree import REPOSITORY, install
 
 SEED = 17
@@ -145,7 +146,7 @@ def main() -> int:
     if options.launch:
         launch()
         return 0
-    report: dict[str, Any] = {**provenance.of(__file__, SEED), "rows": []}
+    report: dict[str, Any] = {**provenance.of(__file__, SEED), **of_the_kernel(), "rows": []}
     ncu = shutil.which("ncu")
     try:
         if ncu is None:

@@ -61,7 +61,10 @@ MUTATIONS: dict[str, tuple[str, str]] = {
     "the last round counted twice": ("if (left <= u * kThreads) hits &=", "if (false) hits &="),
     "the part of one block lost": ("return b < blocks && i < count;", "return b + 1 < blocks && i < count;"),
     "in order: ties to the highest column": ("columns[j] < edge.limit", "columns[j] >= edge.limit"),
-    "plateau: the parts before not counted": ("const bool one = equal && end - equal < lacking", "const bool one = equal"),
+    "plateau: the parts before not counted": (
+        "const bool one = equal && end - equal < lacking",
+        "const bool one = equal",
+    ),
     "short table read beyond": ("return page < pages ?", "return page <= pages ?"),
 }
 
@@ -137,6 +140,7 @@ def main() -> int:
         proof = Path("tests/device/test_exact_topk_device.py")
         digest = hashlib.sha256((REPOSITORY / proof).read_bytes()).hexdigest()
         head = {**provenance.of(__file__, None), **of_the_kernel(), "tests": {str(proof): digest}}
+        head["seeds"] = "those that the tests name"
         options.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     return 0 if all(right(row) for row in rows) else 1
 

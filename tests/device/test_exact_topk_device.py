@@ -21,7 +21,7 @@ import torch
 
 from lab import provenance
 from tests.device import sanitize
-from tests.device.topk_data import KINDS, make
+from tests.device.topk_data import DRAWN, KINDS, make, random
 from tests.device.tree import install
 from tests.engine.decode import topk_oracle as oracle
 
@@ -77,8 +77,9 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield module
     if path := os.environ.get("EVIDENCE"):
         nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False).stdout.split("\n")
-        # Each case draws from the seed that its test names.
         counts.update(provenance.of(__file__, None))
+        # Each case draws from the seed that its test names.
+        counts["seeds"] = sorted(DRAWN)
         counts["nvcc"] = next((line for line in nvcc if "release" in line), "")
         counts["processors"] = torch.cuda.get_device_properties(0).multi_processor_count
         counts["source_sha256"] = module.SOURCE_SHA256
@@ -100,6 +101,7 @@ def write(path: Path) -> None:
             if name in before or name in counts:
                 counts[name] = before.get(name, 0) + counts.get(name, 0)
         counts["cases"] = {**before.get("cases", {}), **counts["cases"]}
+        counts["seeds"] = sorted({*before.get("seeds", []), *counts["seeds"]})
         file.truncate(0)
         file.write(json.dumps(counts, indent=1, sort_keys=True) + "\n")
 
@@ -252,7 +254,7 @@ def test_ragged_output_adds_each_rows_offset(kernel: Any, path: str) -> None:
 @pytest.mark.parametrize("path", ["resident", "stream", "split"])
 @pytest.mark.parametrize("page", [1, 16, 64, 256])
 def test_paged_output_is_the_slot_in_the_rows_own_table(kernel: Any, path: str, page: int) -> None:
-    rng = np.random.default_rng(page)
+    rng = random(page)
     rows, width = 9, 9000
     scores, lengths = make("zeros_0.9", rows, width, 4), [9000, 4000, 2048, 7, 0, -3, 8999, 5000, 6000]
     pages = -(-width // page)
@@ -312,7 +314,7 @@ def test_two_hundred_launches_beside_other_work_give_the_same_bytes(kernel: Any,
 
 
 def test_graphs_follow_changed_lengths_and_two_run_at_once(kernel: Any) -> None:
-    rng = np.random.default_rng(0)
+    rng = random(0)
     graphs = []
     for rows, width in ((3, 131072), (64, 60000)):
         scores = torch.from_numpy(make("zeros_0.9", rows, width, 9)).cuda()

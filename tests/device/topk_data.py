@@ -173,9 +173,19 @@ def _smooth(rng: Rng, rows: int, width: int) -> Rows:
 KINDS = tuple(_KINDS)
 
 
+# Seeds that this process drew from: what a result names.
+DRAWN: set[int] = set()
+
+
+def random(seed: int, *more: int) -> Rng:
+    """A generator whose seed is kept."""
+    DRAWN.add(seed)
+    return np.random.default_rng([seed, *more] if more else seed)
+
+
 def make(kind: str, rows: int, width: int, seed: int) -> Rows:
     """Float32 scores ``[rows, width]`` of one class; equal arguments give equal bytes."""
-    rng = np.random.default_rng([seed, rows, width, KINDS.index(kind)])
+    rng = random(seed, rows, width, KINDS.index(kind))
     made: Rows = np.ascontiguousarray(_KINDS[kind](rng, rows, width), dtype=np.float32)
     return made
 

@@ -14,7 +14,7 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,13 @@ def scores(random: torch.Generator) -> tuple[Tensor, Tensor]:
     return normal(random, 8, 40_000), torch.tensor([40_000, 39_999, 2049, 2048, 2047, 1, 0, 20_000], dtype=torch.int32)
 
 
+def members(ours: Callable[..., Tensor], load: Load, device: str, *given: Tensor, **named: Tensor) -> float:
+    """Members that a selection of 2048 and the kernel of its name differ in."""
+    on = {word: one.to(device) for word, one in named.items()}
+    real: Tensor = load(f"sgl_kernel.top_k:{ours.__name__}")(*(one.to(device) for one in given), 2048, **on)
+    return differing(ours(*given, 2048, **named).sort(1).values, real.cpu().sort(1).values)
+
+
 @check(
     "sgl_kernel.top_k:fast_topk_v2",
     kernel="sgl-kernel fast_topk",
@@ -174,9 +181,7 @@ def scores(random: torch.Generator) -> tuple[Tensor, Tensor]:
     measure="members that differ; the kernel's order is free",
 )
 def top_k_members(load: Load, device: str, random: torch.Generator) -> float:
-    values, lengths = scores(random)
-    real = load("sgl_kernel.top_k:fast_topk_v2")(values.to(device), lengths.to(device), 2048)
-    return differing(topk.fast_topk_v2(values, lengths, 2048).sort(1).values, real.cpu().sort(1).values)
+    return members(topk.fast_topk_v2, load, device, *scores(random))
 
 
 @check(
@@ -189,8 +194,7 @@ def top_k_with_a_page_table(load: Load, device: str, random: torch.Generator) ->
     values, lengths = scores(random)
     pages = torch.randperm(8 * 40_000, generator=random).view(8, 40_000).int()
     given = (values, lengths, pages, torch.arange(9, dtype=torch.int32))
-    real = load("sgl_kernel.top_k:fast_topk_transform_fused")(*(one.to(device) for one in given), 2048)
-    return differing(topk.fast_topk_transform_fused(*given, 2048).sort(1).values, real.cpu().sort(1).values)
+    return members(topk.fast_topk_transform_fused, load, device, *given)
 
 
 @check(
@@ -203,11 +207,8 @@ def top_k_over_packed_keys(load: Load, device: str, random: torch.Generator) -> 
     values, lengths = scores(random)
     lengths = (lengths - 5).clamp_min(0)
     offsets, starts = torch.arange(8, dtype=torch.int32) * 50_000, torch.full((8,), 5, dtype=torch.int32)
-    real = load("sgl_kernel.top_k:fast_topk_transform_ragged_fused")(
-        values.to(device), lengths.to(device), offsets.to(device), 2048, row_starts=starts.to(device)
-    )
-    ours = topk.fast_topk_transform_ragged_fused(values, lengths, offsets, 2048, starts)
-    return differing(ours.sort(1).values, real.cpu().sort(1).values)
+    given = (values, lengths, offsets)
+    return members(topk.fast_topk_transform_ragged_fused, load, device, *given, row_starts=starts)
 
 
 @check(
@@ -356,15 +357,28 @@ def slots_into_the_table(load: Load, device: str, random: torch.Generator) -> fl
     return differing(held, on[1])
 
 
+def written(
+    size: int,
+    device: str,
+    ours: Callable[..., None],
+    more: Sequence[int],
+    kernel: Any,
+    its: Sequence[int],
+    *given: Tensor,
+) -> float:
+    """Entries, all -1 before, that a stand-in and a kernel write differently; the numbers stand behind them."""
+    mine = torch.full((size,), -1, dtype=torch.int64)
+    real = mine.clone().to(device)
+    kernel(*(one.to(device) for one in given), real, *its)
+    ours(*given, mine, *more)
+    return differing(mine, real)
+
+
 @check(f"{WIDE}assign_extend_cache_locs_cpu", kernel="the engine's Triton kernel", inputs="as above, read back")
 def slots_of_an_extend(load: Load, device: str, random: torch.Generator) -> float:
-    given = request_table(random)
-    ours = torch.full((104,), -1, dtype=torch.int64)
-    real = ours.clone().to(device)
-    kernel = load("sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs")
-    kernel[(3,)](*(one.to(device) for one in given), real, 256, 4)
-    speculative.assign_extend_cache_locs(*given, ours, 256)
-    return differing(ours, real)
+    kernel = load("sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs")[(3,)]
+    ours = speculative.assign_extend_cache_locs
+    return written(104, device, ours, (256,), kernel, (256, 4), *request_table(random))
 
 
 @check(
@@ -373,38 +387,24 @@ def slots_of_an_extend(load: Load, device: str, random: torch.Generator) -> floa
     inputs="3 requests, 2 branches of 5 steps",
 )
 def slots_of_the_draft(load: Load, device: str, random: torch.Generator) -> float:
-    rows, held, start, _ = request_table(random)
-    ours = torch.full((30,), -1, dtype=torch.int64)
-    real = ours.clone().to(device)
-    kernel = load("sglang.kernels.ops.speculative.cache_locs:assign_draft_cache_locs_contiguous")
-    kernel[(3,)](rows.to(device), held.to(device), start.to(device), real, 256, 2, 5)
-    speculative.assign_draft_cache_locs_contiguous(rows, held, start, ours, 256, 2, 5)
-    return differing(ours, real)
+    kernel = load("sglang.kernels.ops.speculative.cache_locs:assign_draft_cache_locs_contiguous")[(3,)]
+    ours = speculative.assign_draft_cache_locs_contiguous
+    return written(30, device, ours, (256, 2, 5), kernel, (256, 2, 5), *request_table(random)[:3])
 
 
 @check(f"{WIDE}fill_bonus_tokens_cpu", kernel="the engine's Triton kernel", inputs="5 requests, 1 to 4 accepted of 4")
 def bonus_tokens(load: Load, device: str, random: torch.Generator) -> float:
     tokens, lengths = torch.randint(0, 1000, (20,), generator=random), torch.tensor([1, 4, 2, 3, 4])
-    ours = torch.full((5,), -1, dtype=torch.int64)
-    real = ours.clone().to(device)
-    load("sglang.kernels.ops.speculative.eagle:fill_bonus_tokens_func")(
-        tokens.to(device), lengths.to(device), real, 4, 5
-    )
-    speculative.fill_bonus_tokens(tokens, lengths, ours, 4)
-    return differing(ours, real)
+    kernel = load("sglang.kernels.ops.speculative.eagle:fill_bonus_tokens_func")
+    return written(5, device, speculative.fill_bonus_tokens, (4,), kernel, (4, 5), tokens, lengths)
 
 
 @check(f"{WIDE}fill_accept_out_cache_loc_cpu", kernel="the engine's Triton kernel", inputs="20 entries with holes")
 def slots_of_accepted_tokens(load: Load, device: str, random: torch.Generator) -> float:
     index = torch.arange(20).masked_fill(torch.rand(20, generator=random) < 0.4, -1)
     slots = torch.randperm(500, generator=random)[:20]
-    ours = torch.full((20,), -1, dtype=torch.int64)
-    real = ours.clone().to(device)
-    load("sglang.kernels.ops.speculative.eagle:fill_accept_out_cache_loc_func")(
-        index.to(device), slots.to(device), real, 20
-    )
-    speculative.fill_accept_out_cache_loc(index, slots, ours)
-    return differing(ours, real)
+    kernel = load("sglang.kernels.ops.speculative.eagle:fill_accept_out_cache_loc_func")
+    return written(20, device, speculative.fill_accept_out_cache_loc, (), kernel, (20,), index, slots)
 
 
 def tree(width: int, steps: int, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
