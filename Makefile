@@ -60,6 +60,9 @@ rig-full: rig-env ## every scenario, and every one again with all gates unset ag
 	$(BIN)/python tools/rig.py compare --list full --gates-off
 	$(BIN)/python -m lab.rig.gpu.two --cpu --out build/two-cpu.json
 
+rig-rolling: router rig-env ## a rolling upgrade and its roll back under load, through all eight mixtures
+	$(BIN)/python -m lab.rig.rolling
+
 test-engine: rig-env ## tests inside the whole wheels
 	$(BIN)/python -m pytest -m rig
 
