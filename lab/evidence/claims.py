@@ -42,6 +42,8 @@ COUNTED = frozenset(
         "files",
         "functions",
         "faults",
+        "steps",
+        "ranks",
     ]
 )
 UNITS = COUNTED | MEASURES.keys()

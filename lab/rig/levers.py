@@ -11,6 +11,8 @@ that no scenario depends on how busy the machine is.
 * ``PATCHBUNDLE_RIG_TRANSFER_HOLD=60`` lets P wait so many seconds before every KV transfer: to end somebody meanwhile.
 * ``PATCHBUNDLE_RIG_CP_SIZE=2`` gives the prefill of ``cp4-attention-tp2`` two CP ranks in place of four: half the
   processes, the same two attention ranks in each. A D that takes KV from it (``pcp4-dcp2``) needs it too.
+* ``PATCHBUNDLE_RIG_ROTATE_SOURCES=1`` at P and D lets the CP rank that sends a request's KV be its room modulo the CP
+  size, where the engine always takes rank 0. Each rank has all of it, so the same bytes arrive.
 * ``PATCHBUNDLE_RIG_SPLIT_PENDING=1`` leaves each broadcast that fetches a layer of a split cache ahead of its use
   pending until somebody waits for it, as the stream of a GPU does. Over gloo it would be done when its call returns.
 
@@ -262,3 +264,34 @@ def _fewer_cp_ranks(module: ModuleType) -> None:
         vars(module)["PREFILL_CP_SIZE"] = ranks
     elif ranks:
         vars(module).update(CP_SIZE=ranks, TP_SIZE=ranks * module.ATTN_TP_SIZE)
+
+
+class OfRoom:
+    """A KV manager as one request's sender sees it: whether this rank sends depends on the request's room."""
+
+    def __init__(self, manager: Any, room: int) -> None:
+        self._manager = manager
+        self.is_dummy_cp_rank = manager.attn_cp_rank != room % manager.attn_cp_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+@after("sglang.srt.disaggregation.common.conn")
+def _rotate_sources(module: ModuleType) -> None:
+    if not os.environ.get("PATCHBUNDLE_RIG_ROTATE_SOURCES"):
+        return
+    sender: Any = module.CommonKVSender
+    receiver: Any = module.CommonKVReceiver
+    begin, setup = sender.__init__, receiver._setup_bootstrap_infos
+
+    def init(self: Any, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any) -> None:
+        begin(self, OfRoom(mgr, bootstrap_room), bootstrap_addr, bootstrap_room, *args, **kwargs)
+
+    def setup_bootstrap_infos(self: Any) -> Any:
+        self.target_cp_ranks = [self.bootstrap_room % self.prefill_info.attn_cp_size]
+        return setup(self)
+
+    sender.__init__, receiver._setup_bootstrap_infos = init, setup_bootstrap_infos
+    # State that every rank has alike is left to rank 0 by the engine, which may not be the one that sends.
+    module.CommonKVManager._should_skip_cp_replicated_state_transfer = lambda self: False

@@ -231,6 +231,22 @@ def _held(results: Results, names: Sequence[str]) -> float:
     return sum(abs(int(values["tokens"])) + abs(int(values["requests"])) for values in told)
 
 
+def _pool_bytes(results: Results, names: Sequence[str]) -> float:
+    _held(results, names)  # the engines must have told
+    result = results[names[0]]
+    return max(int(values["bytes"]) for engine in result.events for values in _of(result, engine, "pools"))
+
+
+def _busiest(results: Results, names: Sequence[str]) -> float:
+    """The largest share of one rank of P in the bytes of KV that were sent."""
+    found = _transfers(results, names[0], "kv")
+    of_rank: dict[tuple[str, str], int] = {}
+    for values in found:
+        key = (values["cp"], values["tp"])
+        of_rank[key] = of_rank.get(key, 0) + int(values["bytes"])
+    return max(of_rank.values()) / sum(of_rank.values())
+
+
 def _drained(results: Results, names: Sequence[str]) -> float:
     result = results[names[0]]
     if result.refused:
@@ -355,6 +371,8 @@ MEASURES: dict[str, Measure] = {
         "failed requests whose client was told so by a status or an event, not by a cut connection", 1, _told
     ),
     "held": Measure("tokens and requests that drained engines still hold, all ranks together", 1, _held),
+    "pool_bytes": Measure("bytes that a rank of drained engines has set aside for its pool, the most", 1, _pool_bytes),
+    "busiest": Measure("share of P's busiest rank in the bytes of KV that it sent", 1, _busiest),
     "drained": Measure("seconds until all drained engines were idle", 1, _drained),
     "refused": Measure("engines that would not start, and said why in the words that were asked for", 1, _refused),
     "seconds": Measure("seconds of the slowest request", 1, _seconds),

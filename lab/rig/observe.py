@@ -148,6 +148,20 @@ def _watch_evictions(module: ModuleType) -> None:
     cache.update_eviction_metrics = update_eviction_metrics
 
 
+def pool_bytes(pool: Any) -> int:
+    """Bytes of all tensors of a pool, each memory once: what a rank has set aside for KV and for index keys."""
+    found: dict[int, int] = {}
+    waiting = list(vars(pool).values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list | tuple):
+            waiting += value
+        elif hasattr(value, "untyped_storage"):
+            memory = value.untyped_storage()
+            found[memory.data_ptr()] = memory.nbytes()
+    return sum(found.values())
+
+
 @after("sglang.srt.managers.scheduler")
 def _watch_pools(module: ModuleType) -> None:
     """Tell what an idle engine still holds, when it is asked to empty its cache: after that all pools look empty."""
@@ -166,6 +180,7 @@ def _watch_pools(module: ModuleType) -> None:
                 tokens=allocator.size // page * page - allocator.available_size() - cached,
                 cached=cached,
                 requests=total - len(slots.free_slots),
+                bytes=pool_bytes(allocator.get_kvcache()),
             )
         return flush(self, *args, **kwargs)
 

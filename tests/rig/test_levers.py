@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from lab.rig.levers import Gathering, Pending, gathered, retraction_steps
+from lab.rig.levers import Gathering, OfRoom, Pending, _rotate_sources, gathered, retraction_steps
 
 
 @pytest.mark.parametrize(
@@ -99,3 +102,48 @@ def test_pending_broadcasts_go_in_their_order() -> None:
         one.broadcast(None, source)
     one.wait()
     assert sent == [3, 1, 2]
+
+
+def test_the_sender_of_a_room_is_its_number_modulo_the_ranks_and_all_else_is_the_managers() -> None:
+    managers = [
+        SimpleNamespace(attn_cp_rank=rank, attn_cp_size=4, is_dummy_cp_rank=rank != 0, x=rank) for rank in range(4)
+    ]
+    for room in (8, 9, 15):
+        seen = [OfRoom(manager, room) for manager in managers]
+        assert [one.x for one in seen if not one.is_dummy_cp_rank] == [room % 4]
+        assert [one.x for one in seen] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_prefill_and_decode_take_the_same_rank_for_a_room_and_rank_0_without_the_lever(
+    on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on:
+        monkeypatch.setenv("PATCHBUNDLE_RIG_ROTATE_SOURCES", "1")
+
+    class Sender:
+        def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int]) -> None:
+            self.kv_mgr = mgr
+
+    class Receiver:
+        prefill_info = SimpleNamespace(attn_cp_size=4)
+        bootstrap_room = 7
+        target_cp_ranks = (0,)
+
+        def _setup_bootstrap_infos(self) -> list[int]:
+            return list(self.target_cp_ranks)
+
+    class Manager:
+        attn_cp_size = 4
+
+        def __init__(self, rank: int) -> None:
+            self.attn_cp_rank, self.is_dummy_cp_rank = rank, rank != 0
+
+        def _should_skip_cp_replicated_state_transfer(self) -> bool:
+            return self.attn_cp_rank != 0
+
+    module: Any = SimpleNamespace(CommonKVSender=Sender, CommonKVReceiver=Receiver, CommonKVManager=Manager)
+    _rotate_sources(module)
+    sends = [rank for rank in range(4) if not Sender(Manager(rank), "a", 7, []).kv_mgr.is_dummy_cp_rank]
+    assert sends == Receiver()._setup_bootstrap_infos() == ([3] if on else [0])
+    assert Manager(3)._should_skip_cp_replicated_state_transfer() is not on

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lab.rig import client, runner, scenario
 from lab.rig.client import Answer
 from lab.rig.measure import MEASURES, NothingToMeasure, Result, rows
+from lab.rig.observe import pool_bytes
 
 
 def answer(*ids: int, shift: float = 0.0, **more: object) -> Answer:
@@ -309,3 +312,30 @@ def test_what_one_side_told_is_added_up_and_the_other_sides_is_not(measure: str,
     told = result(answer(1), prefill=own if prefill else other, decode=other if prefill else own)
     assert value(measure, "a", a=told) == 192
     assert value(measure, "a", a=result(answer(1))) == 0
+
+
+def test_the_busiest_rank_is_that_with_the_most_bytes_of_all_its_calls() -> None:
+    sent = [
+        ("transfer", {"kind": "kv", "cp": cp, "tp": "0", "bytes": size})
+        for cp, size in (("0", "3"), ("1", "2"), ("1", "3"))
+    ]
+    state = ("transfer", {"kind": "state", "cp": "0", "tp": "0", "bytes": "90"})
+    result = Result((), {"P": [*sent, state]}, "P", "D")
+    assert MEASURES["busiest"].of({"one": result}, ["one"]) == 5 / 8
+    assert MEASURES["busiest"].of({"one": Result((), {"P": sent[:1]}, "P", "D")}, ["one"]) == 1
+    with pytest.raises(NothingToMeasure):
+        MEASURES["busiest"].of({"one": Result((), {"P": [state]}, "P", "D")}, ["one"])
+
+
+def test_a_pools_bytes_are_those_of_the_rank_that_has_the_most() -> None:
+    told = [("pools", {"tokens": "0", "requests": "0", "bytes": size}) for size in ("7", "9")]
+    assert MEASURES["pool_bytes"].of({"end": Result((), {"P": told})}, ["end"]) == 9
+    for result in (Result((), {"P": []}), Result((), {"P": told}, refused="P is not idle")):
+        with pytest.raises(NothingToMeasure):
+            MEASURES["pool_bytes"].of({"end": result}, ["end"])
+
+
+def test_the_bytes_of_a_pool_count_each_memory_once() -> None:
+    whole, part = torch.zeros(4, 8), torch.zeros(3, dtype=torch.uint8)
+    pool = SimpleNamespace(kv=[whole, whole[1:], None], index=(part,), size=7, name="pool", view=whole.view(-1))
+    assert pool_bytes(pool) == 4 * 8 * 4 + 3
