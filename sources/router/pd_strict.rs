@@ -10,7 +10,14 @@
 //! * only the leg that failed is held against its worker, and a failure that the prefill worker reported is not retried;
 //! * a decode stream that breaks later ends with an event that says so.
 
-use std::{future::pending, sync::OnceLock, time::Duration};
+use std::{
+    future::{pending, Future},
+    panic::resume_unwind,
+    pin::Pin,
+    sync::OnceLock,
+    task::{ready, Context, Poll},
+    time::Duration,
+};
 
 use axum::{
     body::Bytes,
@@ -19,6 +26,7 @@ use axum::{
 };
 use reqwest::{RequestBuilder, ResponseBuilderExt};
 use serde_json::{json, Value};
+use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
 use super::{
@@ -77,6 +85,30 @@ struct Judged {
     retry: bool,
 }
 
+/// A task that does not outlive the one who waits for it: dropped, it is ended, and drops all that it holds.
+struct Owned<T>(JoinHandle<T>);
+
+impl<T> Drop for Owned<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl<T> Future for Owned<T> {
+    type Output = T;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
+        match ready!(Pin::new(&mut self.0).poll(context)) {
+            Ok(value) => Poll::Ready(value),
+            Err(error) => match error.try_into_panic() {
+                Ok(panic) => resume_unwind(panic),
+                // Ended from outside: the runtime is shutting down, and whoever waits goes with it.
+                Err(_) => Poll::Pending,
+            },
+        }
+    }
+}
+
 enum AckFault {
     Transport(reqwest::Error),
     Status(reqwest::Response),
@@ -97,7 +129,7 @@ enum DecodeFault {
 pub async fn dispatch(
     prefill: RequestBuilder,
     decode: RequestBuilder,
-    route: &str,
+    route: &'static str,
     stream: bool,
     keep: bool,
 ) -> Result<Legs, Response> {
@@ -112,7 +144,13 @@ pub async fn dispatch(
             None => pending().await,
         }
     };
-    let ack = acknowledge(prefill, route, keep.then_some(settings.max_bytes));
+    // In a task of its own, each piece of the answer wakes that alone: waiting here, it would wake the request's task,
+    // and with it every layer that the request came through.
+    let ack = Owned(tokio::spawn(acknowledge(
+        prefill,
+        route,
+        keep.then_some(settings.max_bytes),
+    )));
     match race(ack, decode_leg(decode, stream), deadline).await {
         Verdict::Good(ack, decode) => Ok((Ok(ack), Ok(decode))),
         Verdict::Ack(fault) => Err(refuse_ack(fault, settings.retry).await),
@@ -137,7 +175,11 @@ pub async fn dispatch(
     }
 }
 
-async fn acknowledge(request: RequestBuilder, route: &str, keep: Option<usize>) -> Result<reqwest::Response, AckFault> {
+async fn acknowledge(
+    request: RequestBuilder,
+    route: &'static str,
+    keep: Option<usize>,
+) -> Result<reqwest::Response, AckFault> {
     let mut response = request.send().await.map_err(AckFault::Transport)?;
     if response.status() != StatusCode::OK {
         return Err(AckFault::Status(response));
