@@ -63,6 +63,8 @@ class Script:
     """D's first token comes this long after its KV, D's failure this long after the request."""
     d_tokens: int = 5
     d_gap: float = 0.05
+    d_pad: int = 0
+    """Bytes of padding in each of D's tokens."""
     d_timeout: float = 30.0
     """D gives up its KV after this long and answers 500."""
     d_headers_early: bool = False
@@ -314,7 +316,7 @@ async def decode_answer(
     if response is None:
         response = await event_stream(request)
     for index in range(script.d_tokens):
-        await response.write(item(answer(route, body, str(index), True, None)))
+        await response.write(item(answer(route, body, str(index) + "x" * script.d_pad, True, None)))
         await asyncio.sleep(script.d_gap)
         if script.d_mode == "cut":
             world.note("D.report", key=key, rooms=rooms)

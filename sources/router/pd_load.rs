@@ -6,19 +6,16 @@
 //! * choosing a pair and counting it is one step under one lock, so that simultaneous arrivals see each other;
 //! * the two guards travel from there into the response's body. Nothing decrements by hand: whatever ends the request
 //!   (its end, a failed leg, a retry, a client that is gone, a panic) drops them, once;
-//! * the task that copies the decode stream ends with its client, not with the next token.
+//! * the decode stream goes to the client without a task between them ([`super::pd_relay`]), and ends with its client,
+//!   not with the next token.
 
 use std::sync::{Arc, OnceLock};
 
 use axum::http::HeaderMap;
-use futures_util::{Stream, StreamExt};
-use tokio::sync::{mpsc::UnboundedSender, Mutex, MutexGuard};
+use tokio::sync::{Mutex, MutexGuard};
 use tracing::info;
 
-use super::{
-    pd_first::{first, First},
-    pd_gates::{read_flag, Topology, SERIES},
-};
+use super::pd_gates::{read_flag, Topology, SERIES};
 use crate::{
     config::RouterConfig,
     core::{ConnectionMode, Worker, WorkerLoadGuard},
@@ -80,18 +77,4 @@ pub fn reserve(
             .map(|worker| WorkerLoadGuard::new(Arc::clone(worker), headers))
             .into()
     })
-}
-
-/// The next item of `stream`; None also as soon as the client, the receiver of `client`, is gone.
-pub async fn next_or_closed<S, T>(stream: &mut S, client: &UnboundedSender<T>) -> Option<S::Item>
-where
-    S: Stream + Unpin,
-{
-    if !on() {
-        return stream.next().await;
-    }
-    match first(stream.next(), client.closed()).await {
-        First::Left(item) => item,
-        First::Right(()) => None,
-    }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 
 from lab.router.build import Result
@@ -255,3 +256,40 @@ def test_the_router_says_at_start_which_gate_is_on_and_what_it_was_built_from(
     text = bench(*SET).log_file("router").read_text()
     assert f"{GATE} is on" in text and built["patched"].receipt["series"] in text
     assert GATE not in bench(*UNSET).log_file("router").read_text()
+
+
+PIECES, PIECE = 96, 1 << 20
+"""Far more than the sockets between D and the client hold."""
+
+
+async def unread(bench: Bench, until_done: bool) -> tuple[bool, int]:
+    """Ask for a long stream and take nothing yet; returns whether D was rid of it, and how many pieces came then.
+
+    Args:
+        until_done: wait until D is, however long that takes; else give it two seconds.
+    """
+    await bench.script(d_first=0.05, d_tokens=PIECES, d_gap=0, d_pad=PIECE)
+    limit = aiohttp.ClientTimeout(total=120)
+    async with bench.client.post(bench.router + "/v1/chat/completions", json=chat(True), timeout=limit) as response:
+        for _ in range(600 if until_done else 20):
+            await asyncio.sleep(0.1)
+            if done := bool((await bench.seen()).count("D.done")):
+                break
+        body = await response.read()
+    return done, body.count(b"x" * PIECE)
+
+
+class TestSlowClient:
+    """A client that takes nothing for a while of what it asked for."""
+
+    @BOTH_OFF
+    def test_the_router_takes_a_stream_of_any_length_into_its_memory_without_the_gate(
+        self, bench: Any, case: Case
+    ) -> None:
+        one = bench(*case)
+        assert one.run(unread(one, until_done=True)) == (True, PIECES)
+
+    def test_d_waits_for_its_client_with_the_gate_and_nothing_is_lost(self, bench: Any) -> None:
+        one = bench(*SET)
+        assert one.run(unread(one, until_done=False)) == (False, PIECES)
+        assert one.run(one.settle(1.0))[1] == (0, 0)

@@ -276,7 +276,7 @@ def test_no_module_of_ours_can_panic_by_an_unwrap_or_an_index_of_the_wire() -> N
         "pd_dp",
         "pd_cache",
         "pd_race",
-        "pd_first",
+        "pd_relay",
         "pd_settings",
         "pd_gates",
         "pd_rank",

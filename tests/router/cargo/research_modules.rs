@@ -22,8 +22,6 @@ use tokio::{sync::oneshot, task::JoinSet, time::timeout};
 
 #[path = "../../../src/routers/http/research/pd_ack.rs"]
 mod pd_ack;
-#[path = "../../../src/routers/http/research/pd_first.rs"]
-mod pd_first;
 #[path = "../../../src/routers/http/research/pd_gates.rs"]
 mod pd_gates;
 #[path = "../../../src/routers/http/research/pd_race.rs"]
