@@ -46,8 +46,9 @@ test-router: router ## both built routers against scripted servers on 127.0.0.1
 test-extras: $(VENV)/extras.stamp ## signatures, published schemas, images, a fleet: needs programs of make system-deps
 	$(BIN)/python -m pytest -m extras
 
-soak: router ## ten minutes of random faults on both legs
+soak: router rig-env ## ten minutes of random faults on both legs of the router, then thirty of the whole rig under load
 	$(BIN)/python -m lab.router.soak
+	$(BIN)/python -m lab.rig.soak
 
 rig-env: $(VENV)/test.stamp ## the two engine environments (19 GB, cached)
 	$(BIN)/python tools/rig.py env
