@@ -506,9 +506,8 @@ def kernel_shares(trace: Mapping[str, Any], steps: int) -> dict[str, Any]:
     }
 
 
-def begin(variant: Variant, trees: Mapping[str, Path], model: Path, home: Path) -> Running:
+def begin(variant: Variant, trees: Mapping[str, Path], model: Path, port: int, home: Path) -> Running:
     """A variant's deployment, not yet started."""
-    (port,) = ports.free(1)
     name = variant.name.replace(" ", "-")
     one = deployment.Deployment(deployment.new_folder(f"gpu-{name}"), [spec(variant, trees, model, port, home)])
     return Running(variant, one, port)
@@ -575,7 +574,8 @@ TOLD = (
 SHORT = 3
 
 
-def _entry(left: str, right: str, difference: Difference) -> dict[str, Any]:
+def entry(left: str, right: str, difference: Difference) -> dict[str, Any]:
+    """What is told of a pair that was compared."""
     return {
         "left": left,
         "right": right,
@@ -586,6 +586,11 @@ def _entry(left: str, right: str, difference: Difference) -> dict[str, Any]:
     }
 
 
+def noisy(left: Variant, right: Variant) -> bool:
+    """Whether the texts of two variants may differ by the stock top-k alone."""
+    return left.tree == "stock" and not right.bitwise
+
+
 def compared(work: Sequence[Running]) -> list[dict[str, Any]]:
     """One entry for each pair of variants that both answered; ``demanded`` tells how many texts must be the same."""
     answered = {running.variant.name: running for running in work if running.answers}
@@ -594,11 +599,11 @@ def compared(work: Sequence[Running]) -> list[dict[str, Any]]:
     for left, right, demanded in [*pairs, *((*pair, False) for pair in TOLD)]:
         if left in answered and right in answered:
             one, other = answered[left], answered[right]
-            entry = _entry(left, right, client.compare(one.answers, other.answers))
-            noisy = one.variant.tree == "stock" and not other.variant.bitwise
-            entry["demanded"] = (SHORT if noisy else entry["requests"]) if demanded else 0
-            entry["bitwise_demanded"] = demanded and other.variant.bitwise
-            found.append(entry)
+            pair = entry(left, right, client.compare(one.answers, other.answers))
+            least = SHORT if noisy(one.variant, other.variant) else pair["requests"]
+            pair["demanded"] = least if demanded else 0
+            pair["bitwise_demanded"] = demanded and other.variant.bitwise
+            found.append(pair)
     return found
 
 
@@ -611,7 +616,7 @@ def compared_orders(work: Sequence[Running]) -> list[dict[str, Any]]:
         for name in ("cached", "cold"):
             if left and right and name in left.ordered and name in right.ordered:
                 difference = client.compare(left.ordered[name], right.ordered[name])
-                found.append({"prompts": name, **_entry(left.variant.name, right.variant.name, difference)})
+                found.append({"prompts": name, **entry(left.variant.name, right.variant.name, difference)})
     return found
 
 
@@ -646,13 +651,16 @@ def verdicts(work: Sequence[Running], report: Mapping[str, Any]) -> dict[str, bo
         seeds = runs.get(name, {}).get("seeds")
         return None if seeds is None else seeds["loops"] > 0 and (seeds["poisoned"] > 0) is must
 
+    variants = {running.variant.name: running.variant for running in work}
+
+    def words(variant: Variant) -> str:
+        like = variants.get(variant.like)
+        least = f": at least {SHORT} of {len(LENGTHS)} texts" if like and noisy(like, variant) else ""
+        return f"{variant.name} as {variant.like}{least}"
+
     points = [point for variant in WIDES for point in runs.get(variant.name, {}).get("wide", [])]
     return {
-        **{
-            f"{running.variant.name} as {running.variant.like}": pair(running.variant.name)
-            for running in work
-            if running.variant.like
-        },
+        **{words(running.variant): pair(running.variant.name) for running in work if running.variant.like},
         **{f"exact {kind}: every order as the reference": orders(kind) for kind in ("plain", "speculative")},
         **{f"exact {kind}: one text in 20 runs": repeated(f"exact {kind}") for kind in ("plain", "speculative")},
         "seeds: stock takes them, and poison moves its acceptance": _both(
@@ -732,7 +740,9 @@ class Run:
 
     def begin(self, variants: Sequence[Variant], trees: Mapping[str, Path], own: Path) -> list[Running]:
         """Make the deployments of ``variants``."""
-        made = [begin(one, trees, models.ensure(one.model, cache.ensure), own) for one in variants]
+        # All ports at once: an engine binds its own long after it was chosen.
+        chosen = zip(variants, ports.free(len(variants)), strict=True)
+        made = [begin(one, trees, models.ensure(one.model, cache.ensure), port, own) for one, port in chosen]
         self.work += made
         return made
 

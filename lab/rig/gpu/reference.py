@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from types import ModuleType
 from typing import Any
 
+from lab.rig.gpu import counts
 from lab.rig.standins import hook
 
 # Rows that are sorted at once: 512 rows of 100,000 columns take 600 MB.
@@ -133,17 +133,12 @@ class _Watch:
         backend.topk_transform = topk_transform
 
     def tell(self, module: ModuleType) -> None:
-        """Print the counts whenever the cache is emptied."""
-        scheduler: Any = module.Scheduler
-        flush = scheduler.flush_cache
+        """Tell the counts whenever the cache is emptied."""
 
-        def flush_cache(this: Any, *args: Any, **kwargs: Any) -> Any:
-            counts = f"rows={self.rows} wrong={int(self.wrong)} unlike_again={int(self.again)}"
-            sys.stderr.write(f"rig: selections {counts}\n")
-            sys.stderr.flush()
-            return flush(this, *args, **kwargs)
+        def counted() -> dict[str, int]:
+            return {"rows": self.rows, "wrong": int(self.wrong), "unlike_again": int(self.again)}
 
-        scheduler.flush_cache = flush_cache
+        counts.tell(module, "selections", counted)
 
 
 def register(mode: str) -> None:

@@ -9,10 +9,10 @@ is told when the cache is emptied.
 from __future__ import annotations
 
 import os
-import sys
 from types import ModuleType
 from typing import Any
 
+from lab.rig.gpu import counts
 from lab.rig.standins import hook
 
 # As the patch words it, for an engine that is no half of a pair.
@@ -56,16 +56,8 @@ class Poison:
         worker.draft = poisoned
 
     def tell(self, module: ModuleType) -> None:
-        """Print the counts whenever the cache is emptied."""
-        scheduler: Any = module.Scheduler
-        flush = scheduler.flush_cache
-
-        def flush_cache(this: Any, *args: Any, **kwargs: Any) -> Any:
-            sys.stderr.write(f"rig: seeds loops={self.loops} poisoned={self.seeds}\n")
-            sys.stderr.flush()
-            return flush(this, *args, **kwargs)
-
-        scheduler.flush_cache = flush_cache
+        """Tell the counts whenever the cache is emptied."""
+        counts.tell(module, "seeds", lambda: {"loops": self.loops, "poisoned": self.seeds})
 
 
 def register(words: str) -> None:
