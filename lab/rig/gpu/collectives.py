@@ -1,4 +1,4 @@
-"""One of two processes that time the collectives which decode context parallelism adds to a layer.
+"""One of two processes that time the collectives which decode context parallelism adds to a layer, and one it shares.
 
 ``python -m lab.rig.gpu.collectives nccl|gloo cuda|cpu TIMES RANK``, with MASTER_ADDR and MASTER_PORT set; rank 0 prints
 one line of JSON.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-HEADS, SELECTED = 64, 2048
+HEADS, SELECTED, HIDDEN = 64, 2048, 6144
 ROWS = (1, 6, 8, 32, 192)  # decode, and 32 requests that verify 6 tokens each
 
 
@@ -28,11 +28,14 @@ def made(rows: int, device: str) -> dict[str, Callable[[], Any]]:
     out = torch.zeros(HEADS, rows, 512, device=device)
     own = torch.zeros(HEADS // 2, rows, 512, device=device)
     slots = torch.zeros(rows, SELECTED, dtype=torch.int32, device=device)
+    hidden = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device)
     return {
         "gather queries": lambda: dist.all_gather_into_tensor(all_queries, queries),
         "gather LSE": lambda: dist.all_gather_into_tensor(all_lse, lse),
         "reduce-scatter outputs": lambda: dist.reduce_scatter_tensor(own, out),
         "broadcast selection": lambda: dist.broadcast(slots, 0),
+        # Tensor parallelism has it without DCP too, twice a layer: what the others are to be seen beside.
+        "all-reduce hidden": lambda: dist.all_reduce(hidden),
     }
 
 

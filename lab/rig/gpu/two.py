@@ -4,16 +4,31 @@
 folder that ``lab.rig.gpu.pack`` wrote; ``python3 -m lab.rig.gpu.two --cpu --out FILE`` runs the same script here, with
 gloo for NCCL, the rig's stand-ins for kernels, and fewer and shorter prompts.
 
-All engines stand beside each other. While they start, the GPUs are free: the attention kernels are checked by
-themselves (``lab.rig.gpu.dsa_parts``), then the collectives that DCP adds are timed. NVLink multicast stays off, so
-every engine runs without the custom and the fused all-reduces, which use it.
+All engines stand beside each other. The collectives that DCP adds are timed before they start; while they start, the
+attention kernels are checked by themselves (``lab.rig.gpu.dsa_parts``). NVLink multicast stays off, so every engine
+runs without the custom and the fused all-reduces, which use it.
+
+Two of the engines are the decode half of a pair with every recovery patch on: one is left alone, the other is forced to
+retract. No transfer library is needed, since no prefill stands beside them: ``lab.rig.gpu.filled``.
+
+Acceptance is compared once for each draft chain, over all prompts, those of the batches and as many again that share
+nothing. Greedy texts of seeded weights part at ties, and what follows is another text with an acceptance of its own: so
+the interval is of the mean over texts, wide enough for that, and one that is too wide to show anything counts as not
+measured. Prompts that share their beginning are one observation, not many. Beside it, not judged: the same over the
+prompts whose texts are the same on both sides, where the drafts alone can differ.
+
+A part that fails keeps its error in the result and takes no other part with it; what is known is written after each
+part, and what the limit of time left out is named.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -22,23 +37,39 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lab import provenance
+from lab.load.accounting import paired
 from lab.rig import cache, client, deployment, environment, models, ports, trees
 from lab.rig.client import Answer, Request, Route
-from lab.rig.engine import LISTENS, READY, Engine, clean_environment, engine_spec
+from lab.rig.engine import HOOKS, LISTENS, READY, Engine, clean_environment, engine_spec
 from lab.rig.errors import RigError
-from lab.rig.gpu.engine import GHOSTS, SITE, unpack
+from lab.rig.gpu.engine import GHOSTS, SITE, entry, unpack
 from lab.rig.member import Spec
 from lab.rig.tree import REPOSITORY, find, recognise
 
+# By whether it is for a decode half.
+GPU_MODELS = {False: "glm-dsa-gpu", True: "glm-dsa-gpu-iteration"}
+CPU_MODELS = {False: "glm-dsa-select", True: "glm-dsa-iteration"}
 # What a GPU machine compiled before, if it lies beside the archives.
 KERNELS = "kernels-0.5.17-gpu.tar.xz"
 DSA_DCP = {"SGLANG_RESEARCH_DSA_DCP": "1"}
 CHECK = {"SGLANG_RESEARCH_DSA_DCP_CHECK": "1"}
+RECOVER = {
+    "SGLANG_RESEARCH_DCP_RETRACT": "1",
+    "SGLANG_RESEARCH_SETTLE_BEFORE_RETRACT": "1",
+    "SGLANG_RESEARCH_RETRACT_DRAFT_KV": "1",
+    "SGLANG_RESEARCH_DRAFT_SEED_RECOMPUTE": "1",
+}
+# At these steps of the one batch that it gets; each takes the engine's own share of the batch.
+RETRACT = {"PATCHBUNDLE_RIG_RETRACT": "3,6,9,12,15"}
+FILLED = "lab.rig.gpu.filled"
+HALF_HOOKS = (*HOOKS[:2], FILLED)
+# What other processes load: it decides a result as the modules of this process do, so it is loaded here and named.
+LOADED = (*HALF_HOOKS, "lab.rig.gpu.collectives", "lab.rig.gpu.dsa_parts")
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 # Of the latent rows a rank holds half, of the index keys all: 788 bytes a token and layer against 460.
 PREDICTED = 1.713
@@ -46,6 +77,13 @@ PREDICTED = 1.713
 LARGE, SMALL = 2_097_152, 262_144
 # Log-probabilities near 5 in float32 have steps of 5e-7, and their sums over ranks round some ten times.
 ROUNDING = 1e-5
+# Of bf16 sums in batches of another shape: log-probabilities of equal texts are that far apart. In float32 nothing is.
+TIE = 0.1
+# Tokens a step: an interval of acceptance that is wider to either side shows nothing.
+NARROW = 0.1
+# Seconds of the limit that engines which do not come up leave to the others.
+KEPT = 150.0
+DIFFERS = "SelectionDiffers"
 COMPARED = re.compile(r"(\d+) rows compared across the ranks")
 
 
@@ -66,7 +104,9 @@ class Variant:
     Attributes:
         like: the variant that it is compared with.
         cpu: whether the form for a CPU has it.
-        timed: whether its steps are timed.
+        apart: whether it also gets the prompts that share nothing.
+        timed: of engines with the same word the steps are timed, in turns; none if empty.
+        half: whether it is the decode half of a pair, its pools filled in place of a prefill.
     """
 
     name: str
@@ -76,20 +116,34 @@ class Variant:
     env: Mapping[str, str] = field(default_factory=dict)
     like: str = ""
     cpu: bool = False
-    timed: bool = False
+    apart: bool = False
+    timed: str = ""
+    half: bool = False
 
 
 VARIANTS = (
-    Variant("tp2", cpu=True, timed=True),
-    Variant("tp1", ranks=1, like="tp2", cpu=True),
-    Variant("dcp2", dcp=True, like="tp2", cpu=True, timed=True),
+    Variant("tp2", cpu=True, apart=True, timed="plain"),
+    Variant("tp1", ranks=1, like="tp2", cpu=True, apart=True),
+    Variant("dcp2", dcp=True, like="tp2", cpu=True, apart=True, timed="plain"),
     Variant("dcp2 eager", dcp=True, flags=("--disable-cuda-graph",), like="dcp2"),
     Variant("dcp2 checked", dcp=True, env=CHECK, like="dcp2"),
-    Variant("tp2 eagle 3/1/4", flags=eagle(3, 4), like="tp2", cpu=True, timed=True),
-    Variant("dcp2 eagle 3/1/4", dcp=True, flags=eagle(3, 4), env=CHECK, like="tp2 eagle 3/1/4", cpu=True),
-    Variant("tp2 eagle 5/1/6", flags=eagle(5, 6), like="tp2"),
-    Variant("dcp2 eagle 5/1/6", dcp=True, flags=eagle(5, 6), like="tp2 eagle 5/1/6", timed=True),
+    Variant("tp2 eagle 3/1/4", flags=eagle(3, 4), like="tp2", cpu=True, apart=True),
+    Variant("dcp2 eagle 3/1/4", dcp=True, flags=eagle(3, 4), env=CHECK, like="tp2 eagle 3/1/4", cpu=True, apart=True),
+    Variant("tp2 eagle 5/1/6", flags=eagle(5, 6), like="tp2", apart=True, timed="5/1/6"),
+    Variant("dcp2 eagle 5/1/6", dcp=True, flags=eagle(5, 6), like="tp2 eagle 5/1/6", apart=True, timed="5/1/6"),
+    Variant("dcp2 half", dcp=True, flags=eagle(5, 6), env=RECOVER, cpu=True, half=True),
+    Variant(
+        "dcp2 half retracted",
+        dcp=True,
+        flags=eagle(5, 6),
+        env={**RECOVER, **RETRACT},
+        like="dcp2 half",
+        cpu=True,
+        half=True,
+    ),
 )
+CHECKED = tuple(one.name for one in VARIANTS if CHECK.items() <= one.env.items())
+HALF = ("--disaggregation-mode=decode", "--disaggregation-transfer-backend=fake")
 
 
 @dataclass(frozen=True)
@@ -97,23 +151,36 @@ class Size:
     """How much is asked.
 
     Attributes:
-        lengths: prompts that are sent one after another.
-        batches: (requests, length of the first, tokens longer each) that are sent together.
-        step_batches: requests whose steps are timed, behind ``step_length`` tokens each.
+        lengths: tokens of the first prompt of a batch; each next one is a token longer.
+        batches: requests at once, for each of the lengths; but for their ends they share one prompt.
+        apart: prompts that share nothing, ``apart_length`` tokens each, as many at once as the largest batch.
+        step_batches: requests whose steps are timed, behind ``step_length`` tokens each, ``rounds`` times.
         repeats: requests to the engine whose selections are compared across its ranks.
+        halves: requests to each decode half, in one batch, behind ``half_length`` tokens and more.
+        patience: seconds that an answer may take.
     """
 
     lengths: tuple[int, ...]
-    batches: tuple[tuple[int, int, int], ...]
+    batches: tuple[int, ...]
     new: int
+    apart: int
+    apart_length: int
+    apart_new: int
     step_batches: tuple[int, ...]
     step_length: int
     steps: int
+    rounds: int
     repeats: int
+    halves: int
+    half_length: int
+    half_new: int
+    patience: float
 
 
-GPU = Size((40, 5_000, 60_000), ((8, 2_500, 7), (32, 600, 3)), 32, (1, 8, 32), 2_500, 96, 200)
-CPU = Size((40, 140), ((2, 130, 7),), 12, (1,), 100, 4, 4)
+GPU = Size((40, 5_000, 60_000), (1, 8, 32), 32, 256, 1_000, 64, (1, 8, 32), 2_500, 96, 5, 200, 8, 3_000, 96, 60.0)
+CPU = Size((40, 140), (1, 2), 12, 4, 60, 12, (1,), 100, 4, 1, 4, 3, 150, 24, 400.0)
+# Tokens at the end of a prompt that no other one of its batch has.
+OWN = 24
 
 
 class OnGpu:
@@ -127,7 +194,8 @@ class OnGpu:
         home.mkdir(parents=True, exist_ok=True)
         self.home = home
         self.trees = unpack(pack, home)
-        self.model = models.ensure("glm-dsa-gpu", cache.ensure)
+        # A half's draft shares its selection in a loop: that is what one of the recovery patches is for.
+        self.models = {half: models.ensure(name, cache.ensure) for half, name in GPU_MODELS.items()}
         self.own = home / "home-two"
         shutil.rmtree(self.own, ignore_errors=True)
         self.own.mkdir()
@@ -136,7 +204,7 @@ class OnGpu:
 
     def environment(self) -> dict[str, str]:
         """Variables under which the library of the archive runs."""
-        path = (self.trees["patched"], SITE, self.trees["stock"])
+        path = (self.trees["patched"], SITE, self.trees["stock"], REPOSITORY)
         return {
             **clean_environment(),
             **NO_MULTICAST,
@@ -158,7 +226,11 @@ class OnGpu:
     def spec(self, variant: Variant, port: int) -> Spec:
         """The engine of ``variant``. All share one home: what one has compiled, the others find."""
         env = {**self.environment(), **(DSA_DCP if variant.dcp else {}), **variant.env}
-        argv = [sys.executable, "-m", "sglang.launch_server", f"--model-path={self.model}", "--load-format=auto"]
+        if variant.half:
+            env["PATCHBUNDLE_RIG_HOOKS"] = ",".join(HALF_HOOKS)
+            env["PATCHBUNDLE_RIG_TREE"] = str(self.trees["patched"])
+        model = self.models[variant.half]
+        argv = [sys.executable, "-m", "sglang.launch_server", f"--model-path={model}", "--load-format=auto"]
         argv += ["--sampling-backend=pytorch", "--grammar-backend=none", f"--host={ports.HOST}", f"--port={port}"]
         argv += ["--skip-server-warmup", "--max-running-requests=32", "--random-seed=0"]
         argv += ["--cuda-graph-bs-decode", *map(str, GPU.step_batches)]
@@ -169,12 +241,12 @@ class OnGpu:
         argv += ["--context-length=131072", "--kv-cache-dtype=fp8_e4m3", f"--tp-size={variant.ranks}"]
         argv += ["--dsa-prefill-backend=flashmla_kv", "--dsa-decode-backend=flashmla_kv"]
         argv += ["--dcp-size=2"] if variant.dcp else []
-        argv += variant.flags
+        argv += [*variant.flags, *(HALF if variant.half else ())]
         return Spec("E", tuple(argv), env, (READY, LISTENS), "alone", port, tree=str(self.trees["patched"]))
 
-    def variants(self) -> tuple[Variant, ...]:
-        """The engines of this form."""
-        return VARIANTS
+    def waves(self) -> tuple[tuple[Variant, ...], ...]:
+        """The engines of this form, those together that stand beside each other."""
+        return (VARIANTS,)
 
     def parts(self) -> Any:
         """Check the kernels by themselves, in a process of their own."""
@@ -182,10 +254,8 @@ class OnGpu:
             "import json, pathlib, sys; import sgl_kernel.flash_mla as f; from lab.rig.gpu import dsa_parts; "
             "print('PARTS', json.dumps(dsa_parts.run(f, pathlib.Path(sys.argv[1]))))"
         )
-        env = self.environment()
-        env["PYTHONPATH"] += os.pathsep + str(REPOSITORY)
         argv = [sys.executable, "-c", program, str(self.trees["patched"])]
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(argv, env=self.environment(), capture_output=True, text=True, timeout=240, check=False)
         lines = [line for line in done.stdout.splitlines() if line.startswith("PARTS ")]
         if done.returncode != 0 or not lines:
             return {"failed": done.stderr[-1500:]}
@@ -202,7 +272,7 @@ class OnCpu:
         self.python = environment.ensure("0.5.17", print)
         self.tree = find("decode", trees.patched("decode", print))
         recognise(self.tree, False)
-        self.model = models.ensure("glm-dsa-select", cache.ensure)
+        self.models = {half: models.ensure(name, cache.ensure) for half, name in CPU_MODELS.items()}
         self.folder = deployment.new_folder("two-cpu")
 
     def spec(self, variant: Variant, port: int) -> Spec:
@@ -210,13 +280,15 @@ class OnCpu:
         folder = self.folder / variant.name.replace(" ", "-").replace("/", "-")
         (folder / "tmp").mkdir(parents=True)
         env = {**(DSA_DCP if variant.dcp else {}), **variant.env, "SGLANG_DSA_TOPK_BROADCAST": "1"}
-        flags = (*(("--dcp-size=2",) if variant.dcp else ()), *variant.flags, "--sleep-on-idle")
-        one = Engine("E", "decode", "alone", self.tree, self.python, self.model, port, 0, flags, env, tp=variant.ranks)
-        return engine_spec(one, folder)
+        flags = (*(("--dcp-size=2",) if variant.dcp else ()), *variant.flags, *(HALF if variant.half else ()))
+        model, (bootstrap,) = self.models[variant.half], ports.free(1)
+        mode = "decode" if variant.half else "alone"
+        one = Engine("E", "decode", mode, self.tree, self.python, model, port, bootstrap, flags, env, tp=variant.ranks)
+        return engine_spec(one, folder, (*HOOKS, FILLED) if variant.half else HOOKS)
 
-    def variants(self) -> tuple[Variant, ...]:
-        """The engines of this form."""
-        return tuple(variant for variant in VARIANTS if variant.cpu)
+    def waves(self) -> tuple[tuple[Variant, ...], ...]:
+        """The engines of this form, those together that find room beside each other."""
+        return tuple(tuple(one for one in VARIANTS if one.cpu and one.half is half) for half in (False, True))
 
     def parts(self) -> Any:
         """Check the stand-ins of the kernels the same way, with fewer slots."""
@@ -231,22 +303,29 @@ class OnCpu:
 
 @dataclass
 class Running:
-    """A variant whose engine runs, and what it brought."""
+    """A variant whose engine runs, and what it brought.
+
+    Attributes:
+        answers: to the batches, or to a decode half's one batch.
+        apart: answers to the prompts that share nothing.
+        patience: seconds in which it must be there.
+    """
 
     variant: Variant
     deployment: deployment.Deployment
     port: int
     found: dict[str, Any] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
+    apart: list[Answer] = field(default_factory=list)
     patience: float = 500.0
     is_up: threading.Event = field(default_factory=threading.Event)
     may_end: threading.Event = field(default_factory=threading.Event)
 
-    def start(self) -> None:
+    def start(self, size: Size) -> None:
         """Begin to start it. The thread that does so lives until `down`: the kernel ends an engine with it."""
 
         def live() -> None:
-            side_by_side([self], Running.up)
+            side_by_side([self], lambda one: one.up(size))
             self.is_up.set()
             self.may_end.wait()
 
@@ -254,10 +333,11 @@ class Running:
 
     def down(self) -> None:
         """End it."""
-        self.deployment.down()
-        self.may_end.set()
+        if not self.may_end.is_set():
+            self.deployment.down()
+            self.may_end.set()
 
-    def up(self) -> None:
+    def up(self, size: Size) -> None:
         """Start it and bring the first token.
 
         Raises:
@@ -266,58 +346,117 @@ class Running:
         began = time.monotonic()
         self.deployment.up(self.patience)
         self.found["ready_s"] = round(time.monotonic() - began, 1)
-        first = client.send(Route(self.port), Request(client.prompts(7, 1, 40)[0], 2), timeout=400.0)
+        left = max(size.patience, self.patience - self.found["ready_s"])
+        first = client.send(Route(self.port), Request(client.prompts(7, 1, 40)[0], 2), timeout=left)
         self.found["first_token_s"] = round(time.monotonic() - began, 1)
         if first.error:
             raise RigError("crash", first.error)
 
+    def send(self, requests: Sequence[Request], patience: float) -> list[Answer]:
+        """Send requests as one body, so that no engine's batches depend on when a request came.
+
+        Raises:
+            RigError: kind ``crash``; they were not all answered.
+        """
+        try:
+            return client.send_batch(self.port, requests, patience)
+        except (OSError, ValueError, KeyError) as error:
+            raise RigError("crash", str(error) or repr(error)) from error
+
     def ask(self, size: Size) -> None:
-        """Send all prompts: one after another, then each batch together."""
-        client.flush(self.port)
-        alone = [Request(client.prompts(7, 1, length)[0], size.new, str(length)) for length in size.lengths]
-        self.answers = client.send_all(Route(self.port), alone, together=False, timeout=400.0)
-        for count, length, vary in size.batches:
-            prompts = client.prompts(8, count, length, vary)
-            batch = [Request(prompt, size.new, f"{count}:{number}") for number, prompt in enumerate(prompts)]
-            self.answers += client.send_all(Route(self.port), batch, together=True, timeout=400.0)
-        verified = [answer.accept_length for answer in self.answers if answer.verify_steps]
+        """Send every batch of every length and the prompts that share nothing, or to a decode half its one batch.
+
+        Raises:
+            RigError: kind ``crash``; the first batch that is not answered is the last one, and no answer is kept.
+        """
+        if self.variant.half:
+            return self._ask_half(size)
+        client.flush(self.port, size.patience)
+        answers, accepted = [], []
+        for length in size.lengths:
+            # Every prompt is sent once: pairs of one prompt would count its noise as often as it was sent.
+            left = iter(client.prompts(7 + length, sum(size.batches), length, 1, max(length - OWN, 0)))
+            for count in size.batches:
+                batch = [Request(next(left), size.new, f"{length} x {count}:{number}") for number in range(count)]
+                answers += self.send(batch, size.patience)
+            # They share their beginning: one observation.
+            own = [answer.accept_length for answer in answers[-sum(size.batches) :]]
+            accepted.append(sum(own) / len(own))
+        if self.variant.apart:
+            alone = [
+                Request(prompt, size.apart_new, f"apart:{number}")
+                for number, prompt in enumerate(client.prompts(13, size.apart, size.apart_length))
+            ]
+            at_once = max(size.batches)
+            for first in range(0, len(alone), at_once):
+                self.apart += self.send(alone[first : first + at_once], size.patience)
+        self.answers = answers
+        self.found["errors"] = []
+        self.found["verify_steps"] = sum(answer.verify_steps for answer in answers)
+        if self.found["verify_steps"]:
+            accepted += [answer.accept_length for answer in self.apart]
+            self.found |= {
+                "accept": round(sum(answer.accept_length for answer in answers) / len(answers), 3),
+                "accept_each": [round(length, 4) for length in accepted],
+            }
+
+    def _ask_half(self, size: Size) -> None:
+        prompts = client.prompts(11, size.halves, size.half_length, 37)
+        # One body, so that they come in their order and take the same slots in every run: rows are drawn by slot.
+        # Gathered: it starts none of them before all are there.
+        batch = [
+            Request(prompt, size.half_new, str(number), f"half.{number:02d}of{size.halves:02d}")
+            for number, prompt in enumerate(prompts, 1)
+        ]
+        answers = send_named(self.port, batch, size.patience)
+        seen = [(event.name, event.values) for event in deployment.parse_events(self.deployment.log("E"))]
         self.found |= {
-            "errors": sorted({answer.error for answer in self.answers if answer.error}),
-            "accept": round(sum(verified) / len(verified), 3) if verified else None,
-            "verify_steps": sum(answer.verify_steps for answer in self.answers),
+            "errors": [],
+            "retractions": sum(answer.retractions for answer in answers),
+            "lost": sum(int(values["tokens"]) for name, values in seen if name == "lost"),
+            "rows_behind": max(
+                (abs(int(values["committed"]) - int(values["rows"])) for name, values in seen if name == "offload"),
+                default=0,
+            ),
+            "verify_steps": sum(answer.verify_steps for answer in answers),
+            # Rows that all are alike would bring one text whatever a retraction did to them.
+            "different_texts": len({answer.ids for answer in answers}),
         }
+        self.answers = answers
 
     def repeat(self, size: Size) -> None:
         """Send one prompt over and over, all but its end cached, and count its different texts."""
-        request = Request(client.prompts(7, 1, size.lengths[1])[0], 8)
+        length = size.lengths[1]
+        request = Request(client.prompts(7 + length, 1, length, 1, max(length - OWN, 0))[0], 8)
         texts = set()
         for _ in range(size.repeats):
-            answer = client.send(Route(self.port), request, timeout=400.0)
-            if answer.error:
-                raise RigError("crash", answer.error)
+            (answer,) = self.send([request], size.patience)
             texts.add(answer.ids)
         rows = [int(number) for number in COMPARED.findall(self.deployment.log("E"))]
         self.found["repeated"] = {"times": size.repeats, "different_texts": len(texts)}
         self.found["selections_compared"] = max(rows, default=0)
 
-    def time_steps(self, size: Size) -> None:
-        """Time decode steps (with speculation: tokens) of several requests at once."""
-        self.found["step_ms"] = {str(count): self._step_ms(count, size) for count in size.step_batches}
+    def step(self, count: int, size: Size) -> float:
+        """Milliseconds of a decode step (with speculation: of a token) of several requests at once, once.
 
-    def _step_ms(self, count: int, size: Size) -> float:
+        Raises:
+            RigError: kind ``crash``.
+        """
         prompts = client.prompts(9, count, size.step_length)
 
         def seconds(new: int) -> float:
             began = time.monotonic()
-            answers = client.send_all(Route(self.port), [Request(prompt, new) for prompt in prompts], True, 400.0)
-            if any(answer.error for answer in answers):
-                raise RigError("crash", next(answer.error for answer in answers if answer.error))
+            self.send([Request(prompt, new) for prompt in prompts], size.patience)
             return time.monotonic() - began
 
-        seconds(1 + size.steps)
-        short = sorted(seconds(1) for _ in range(3))[1]
-        long = sorted(seconds(1 + size.steps) for _ in range(3))[1]
-        return round((long - short) / size.steps * 1000, 3)
+        short = seconds(1)
+        return (seconds(1 + size.steps) - short) / size.steps * 1000
+
+    def keep_steps(self, count: int, times: Sequence[float]) -> None:
+        """Keep the median of step times and how far they lie apart."""
+        ordered = [round(one, 3) for one in sorted(times)]
+        self.found.setdefault("step_ms", {})[str(count)] = ordered[len(ordered) // 2]
+        self.found.setdefault("step_ms_range", {})[str(count)] = [ordered[0], ordered[-1]]
 
     def capacity(self) -> None:
         """Read what the engine says of its pool: tokens of the group, and the bytes of one rank's target pool."""
@@ -327,6 +466,35 @@ class Running:
         self.found["pool"] = {"tokens": tokens, "gb_as_logged": sizes[0] if sizes else None}
 
 
+def send_named(port: int, requests: Sequence[Request], timeout: float) -> list[Answer]:
+    """As ``client.send_batch``, but under the requests' own names, and how often each was retracted is told.
+
+    Raises:
+        RigError: kind ``crash``; they were not all answered.
+    """
+    body = {
+        "input_ids": [list(request.prompt) for request in requests],
+        "sampling_params": [{"temperature": 0, "max_new_tokens": one.new, "ignore_eos": True} for one in requests],
+        "return_logprob": True,
+        "rid": [request.rid for request in requests],
+    }
+    try:
+        found = client.post(port, "/generate", body, timeout)
+        return [
+            Answer(
+                ids=tuple(answer["output_ids"]),
+                logprobs=tuple(entry[0] for entry in answer["meta_info"]["output_token_logprobs"]),
+                retractions=int(answer["meta_info"].get("num_retractions") or 0),
+                verify_steps=int(answer["meta_info"].get("spec_verify_ct") or 0),
+                tag=request.tag,
+                rid=request.rid,
+            )
+            for request, answer in zip(requests, found, strict=True)
+        ]
+    except (OSError, ValueError, KeyError) as error:
+        raise RigError("crash", str(error) or repr(error)) from error
+
+
 def side_by_side(work: Sequence[Running], what: Callable[[Running], None]) -> None:
     """Do ``what`` for every engine at once; one that fails keeps its error and is left out from then on."""
     work = [running for running in work if "failed" not in running.found]
@@ -334,9 +502,14 @@ def side_by_side(work: Sequence[Running], what: Callable[[Running], None]) -> No
     def one(running: Running) -> None:
         try:
             what(running)
-        except (RigError, OSError, KeyError, ValueError) as error:
-            tail = error.tail[-30:] if isinstance(error, RigError) else ()
-            running.found["failed"] = "\n".join([f"{type(error).__name__}: {error}", *tail])[-4000:]
+        # Whatever it is: the others go on.
+        except Exception as error:
+            log = ""
+            with contextlib.suppress(OSError):
+                log = running.deployment.log("E")
+            running.found["failed"] = "\n".join([f"{type(error).__name__}: {error}"[:1000], log[-3000:]])
+            if DIFFERS in log:
+                running.found["selections_differ"] = True
 
     if len(work) == 1:
         return one(work[0])
@@ -345,6 +518,18 @@ def side_by_side(work: Sequence[Running], what: Callable[[Running], None]) -> No
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def time_in_turns(work: Sequence[Running], count: int, size: Size) -> None:
+    """Time the steps of engines that are compared, in turns, so that a drift of the machine falls on all of them."""
+    times: dict[str, list[float]] = {running.variant.name: [] for running in work}
+    for turn in range(1 + size.rounds):
+        for running in work if turn % 2 else reversed(work):
+            side_by_side([running], lambda one: times[one.variant.name].append(one.step(count, size)))
+    for running in work:
+        # The first brought the prompts into the cache.
+        if "failed" not in running.found:
+            running.keep_steps(count, times[running.variant.name][1:])
 
 
 def collectives(backend: str, device: str, times: int) -> list[dict[str, Any]]:
@@ -360,32 +545,74 @@ def collectives(backend: str, device: str, times: int) -> list[dict[str, Any]]:
         subprocess.Popen([*argv, str(rank)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=180) for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=180) for rank in ranks]
+    except subprocess.TimeoutExpired as error:
+        raise RigError("collectives", f"no end in {error.timeout:.0f} s") from error
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
     if any(rank.returncode for rank in ranks):
         raise RigError("collectives", outputs[0][1][-1500:] or outputs[1][1][-1500:])
     found: list[dict[str, Any]] = json.loads(outputs[0][0].splitlines()[-1])
     return found
 
 
+def parted(left: Sequence[Answer], right: Sequence[Answer]) -> list[tuple[float, float]]:
+    """Log-probabilities of the two tokens at which each pair of texts parts."""
+    found = []
+    for one, other in zip(left, right, strict=True):
+        for (token, logprob), (choice, beside) in zip(
+            zip(one.ids, one.logprobs, strict=True), zip(other.ids, other.logprobs, strict=True), strict=False
+        ):
+            if token != choice:
+                found.append((round(logprob, 4), round(beside, 4)))
+                break
+    return found
+
+
+def is_tie(one: float, other: float) -> bool:
+    """Whether two choices may be one tie: each took a token as likely as the other's, and none likelier than half."""
+    return abs(one - other) <= TIE and max(one, other) <= math.log(0.5) + TIE
+
+
+# Every note writes all intervals, and each is a second of resampling.
+_paired = functools.cache(paired)
+
+
+def interval(name: str, left: Sequence[float], right: Sequence[float]) -> dict[str, Any] | None:
+    """The mean of ``left - right``, request by request, with its 95 % interval; None for less than two."""
+    if len(left) != len(right) or len(left) < 2:
+        return None
+    found = _paired(name, tuple(right), tuple(left))
+    return {"mean": round(found.mean, 4), "low": round(found.low, 4), "high": round(found.high, 4), "n": found.n}
+
+
 def compared(work: Sequence[Running]) -> list[dict[str, Any]]:
     """One entry for each variant and the one that it is like."""
-    answered = {running.variant.name: running.answers for running in work if running.answers}
+    by_name = {running.variant.name: running for running in work if running.answers}
     found = []
-    for running in work:
-        left, right = running.variant.name, running.variant.like
-        if left in answered and right in answered:
-            difference = client.compare(answered[left], answered[right])
-            found.append(
-                {
-                    "left": left,
-                    "right": right,
-                    "requests": difference.requests,
-                    "same_texts": difference.same_texts,
-                    "first_difference": difference.first_token,
-                    "logprob": difference.logprob,
-                    "errors": difference.errors,
-                }
-            )
+    for left in by_name.values():
+        right = by_name.get(left.variant.like)
+        if right is None:
+            continue
+        name, difference = left.variant.name, client.compare(left.answers, right.answers)
+        both = left.variant.apart and right.variant.apart
+        alone = list(zip(left.apart, right.apart, strict=True)) if both else []
+        same = [pair for pair in alone if pair[0].ids == pair[1].ids and pair[0].verify_steps and pair[1].verify_steps]
+        accepted = [run.found.get("accept_each", []) for run in (left, right)]
+        found.append(
+            {
+                **entry(name, right.variant.name, difference),
+                "errors": difference.errors,
+                "parted": parted(left.answers, right.answers),
+                "accept": interval(name, *accepted),
+                "accept_same_texts": interval(name, *([pair[at].accept_length for pair in same] for at in (0, 1))),
+                "apart_same_texts": sum(one.ids == other.ids for one, other in alone),
+                "apart_logprob_each": [round(client.compare([one], [other]).logprob, 6) for one, other in alone],
+            }
+        )
     return found
 
 
@@ -403,7 +630,21 @@ def capacity(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     if not all(pool.get("tokens") and pool.get("gb_as_logged") for pool in pools):
         return None
     tokens_a_gb = [pool["tokens"] / pool["gb_as_logged"] for pool in pools]
-    return {"predicted": PREDICTED, "measured": round(tokens_a_gb[1] / tokens_a_gb[0], 3)}
+    return {
+        "predicted": PREDICTED,
+        "measured": round(tokens_a_gb[1] / tokens_a_gb[0], 3),
+        "tokens_a_gb": {name: round(tokens) for name, tokens in zip(("tp2", "dcp2"), tokens_a_gb, strict=True)},
+    }
+
+
+def farther(compared: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """By how much DCP2 is farther from TP2 than TP1 is: the largest difference of each prompt that shares nothing."""
+    each = {
+        pair["left"]: pair["apart_logprob_each"]
+        for pair in compared
+        if pair["right"] == "tp2" and not pair["errors"] and "apart_logprob_each" in pair
+    }
+    return interval("logprob", each.get("dcp2", []), each.get("tp1", []))
 
 
 def verdicts(report: Mapping[str, Any]) -> dict[str, bool | None]:
@@ -416,31 +657,175 @@ def verdicts(report: Mapping[str, Any]) -> dict[str, bool | None]:
         return None if entry is None or entry["errors"] else entry["logprob"]
 
     noise, ours = logprob("tp1", "tp2"), logprob("dcp2", "tp2")
+    mean = report.get("logprob_farther")
     graph = pairs.get(("dcp2 eager", "dcp2"))
-    checked = runs.get("dcp2 checked") or runs.get("dcp2 eagle 3/1/4") or {}
+    checked = [run for name, run in runs.items() if name in CHECKED]
     parts = report.get("kernels")
 
-    def accept(kind: str) -> bool | None:
-        left, right = (runs.get(f"{name} eagle {kind}", {}).get("accept") for name in ("dcp2", "tp2"))
-        return None if left is None or right is None else abs(left - right) <= 0.1
+    def accept(left: str, right: str) -> bool | None:
+        pair = pairs.get((left, right))
+        if pair is None or pair["errors"] or pair["accept"] is None:
+            return None
+        found = pair["accept"]
+        if found["high"] - found["low"] > 2 * NARROW:
+            return None
+        holds: bool = found["low"] <= 0 <= found["high"]
+        return holds
+
+    def retracted() -> bool | None:
+        pair = pairs.get(("dcp2 half retracted", "dcp2 half"))
+        run, calm = (runs.get(name, {}) for name in ("dcp2 half retracted", "dcp2 half"))
+        if pair is None or pair["errors"]:
+            return None
+        forced = run["retractions"] > 0 and calm["retractions"] == 0
+        kept = not run["lost"] and not run["rows_behind"]
+        return forced and kept and run["different_texts"] > 1 and all(is_tie(*choices) for choices in pair["parted"])
+
+    def selected() -> bool | None:
+        if any(run.get("selections_differ") for run in checked):
+            return False
+        if not checked or not all("repeated" in run for run in checked):
+            return None
+        return all(run["selections_compared"] > 0 and not run.get("failed") for run in checked)
 
     return {
         "every engine answered everything": answered(runs.values()),
         "logprob DCP2-TP2 no larger than TP1-TP2": None
         if noise is None or ours is None
         else ours <= max(noise, ROUNDING),
+        "mean logprob difference DCP2-TP2 no larger than TP1-TP2's within its interval": None
+        if mean is None
+        else mean["low"] <= ROUNDING,
         "graph replay equal to eager": None if graph is None else graph["same_texts"] == graph["requests"],
-        "acceptance 3/1/4 within 0.1": accept("3/1/4"),
-        "acceptance 5/1/6 within 0.1": accept("5/1/6"),
-        "selections the same on both ranks": None
-        if "repeated" not in checked
-        else checked["selections_compared"] > 0 and not checked.get("failed"),
+        **{
+            f"acceptance {kind} equal within its interval": accept(f"dcp2 eagle {kind}", f"tp2 eagle {kind}")
+            for kind in ("3/1/4", "5/1/6")
+        },
+        "retracted: nothing lost, texts as without or parted at a tie": retracted(),
+        "selections the same on both ranks": selected(),
         "merged parts are the whole": None if not isinstance(parts, list) else all(case["holds"] for case in parts),
     }
 
 
+class Run:
+    """The whole run: its engines, its report, and the time that it has.
+
+    Attributes:
+        limit: seconds after which nothing new is begun.
+    """
+
+    def __init__(self, where: OnGpu | OnCpu, report: dict[str, Any], out: Path, limit: float, began: float) -> None:
+        self.where, self.report, self.out, self.limit, self.began = where, report, out, limit, began
+        self.work: list[Running] = []
+        self.report |= {"cut": [], "parts_failed": {}}
+
+    def passed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.began
+
+    def note(self, text: str) -> None:
+        """Write what is known so far."""
+        self.report["seconds"] = round(self.passed(), 1)
+        # Copies: engines that are starting write into theirs meanwhile.
+        self.report["runs"] = {running.variant.name: dict(running.found) for running in self.work}
+        self.report["compared"] = compared(self.work)
+        self.report["logprob_farther"] = farther(self.report["compared"])
+        self.report["capacity"] = capacity(self.report["runs"])
+        self.report["verdicts"] = verdicts(self.report)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps(self.report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        print(f"[{self.report['seconds']:6.1f} s] {text}", flush=True)
+
+    def part(self, name: str, what: Callable[[], object]) -> None:
+        """Do one part, unless the time is over; whatever it raises takes nothing from the others."""
+        if self.passed() >= self.limit:
+            self.report["cut"].append(name)
+            return
+        try:
+            what()
+        except Exception as error:
+            self.report["parts_failed"][name] = f"{type(error).__name__}: {error}"[:2000]
+        self.note(name)
+
+    def each(self, words: str, work: Sequence[Running], what: Callable[[Running], None]) -> None:
+        """Do a part with one engine after another; one that fails is ended, so that it holds no GPU from the others.
+
+        Not beside each other: kernels of two engines that wait for their other GPU take turns slowly.
+        """
+        for running in work:
+            if "failed" not in running.found:
+                self.part(f"{running.variant.name} {words}", functools.partial(side_by_side, [running], what))
+                if "failed" in running.found:
+                    running.down()
+
+    def end(self, work: Sequence[Running]) -> None:
+        """End engines, all at once."""
+        threads = [threading.Thread(target=running.down) for running in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def start(self, variants: Sequence[Variant]) -> list[Running]:
+        """Begin to start engines."""
+        made = []
+        # All at once: an engine binds its port long after it was chosen.
+        for variant, port in zip(variants, ports.free(len(variants)), strict=True):
+            name = variant.name.replace(" ", "-").replace("/", "-")
+            one = deployment.Deployment(deployment.new_folder(f"two-{name}"), [self.where.spec(variant, port)])
+            # One that does not come up must not take the others' time.
+            made.append(Running(variant, one, port, patience=min(500.0, max(60.0, self.limit - KEPT - self.passed()))))
+        self.work += made
+        for running in made:
+            running.start(self.where.size)
+        return made
+
+    def wait(self, work: Sequence[Running]) -> None:
+        """Wait until engines are there, or it is too late for them."""
+        for running in work:
+            if not running.is_up.wait(max(0.0, self.limit - KEPT - self.passed())):
+                running.found["failed"] = f"not there after {self.passed():.0f} s"
+        self.end([running for running in work if "failed" in running.found])
+        self.note(f"{sum('failed' not in running.found for running in work)} of {len(work)} engines are up")
+
+    def wave(self, variants: Sequence[Variant], first: bool) -> None:
+        """Start engines, ask them everything, end them."""
+        size = self.where.size
+        work = self.start(variants)
+        if first:
+            self.part("kernels by themselves", lambda: self.report.update(kernels=self.where.parts()))
+        self.wait(work)
+        for half in (False, True):
+            some = [running for running in work if running.variant.half is half]
+            self.each("asked", some, lambda one: one.ask(size))
+            self.each("pool", some, Running.capacity)
+            checked = [running for running in some if running.variant.name in CHECKED]
+            self.each("selections compared", checked, lambda one: one.repeat(size))
+        # Nothing stands beside what takes times.
+        self.end([running for running in work if not running.variant.timed])
+        for kind in sorted({running.variant.timed for running in work} - {""}):
+            timed = [running for running in work if running.variant.timed == kind]
+            for count in size.step_batches:
+                words = f"steps of {count}: {', '.join(running.variant.name for running in timed)}"
+                self.part(words, functools.partial(time_in_turns, timed, count, size))
+        self.end(work)
+
+    def collectives(self) -> None:
+        """Time the collectives that DCP adds."""
+        times = 100 if self.where.device == "cuda" else 5
+        self.report["collectives_us"] = collectives(self.where.backend, self.where.device, times)
+
+    def go(self, only: Sequence[str]) -> None:
+        """Do everything."""
+        waves = [[one for one in wave if not only or one.name in only] for wave in self.where.waves()]
+        # Before the engines are there: these are times.
+        self.part("collectives", self.collectives)
+        for number, wave in enumerate(waves):
+            self.wave(wave, number == 0)
+
+
 def main() -> int:
-    """Entry point of ``make gpu-engine GPUS=2``: 0 when everything that was measured holds."""
+    """Entry point of ``make gpu-engine GPUS=2``: 0 when everything was measured that is to be, and it holds."""
     parser = argparse.ArgumentParser(description="GLM-DSA under DCP2 against TP2, on two GPUs or on a CPU")
     parser.add_argument("pack", type=Path, nargs="?")
     parser.add_argument("--cpu", action="store_true", help="gloo and the rig's stand-ins in place of two GPUs")
@@ -451,77 +836,44 @@ def main() -> int:
     if arguments.cpu == (arguments.pack is not None):
         parser.error("either PACK or --cpu")
     began = time.monotonic()
-    where: OnGpu | OnCpu = OnCpu() if arguments.cpu else OnGpu(arguments.pack)
+    for name in ("torch", *LOADED):
+        importlib.import_module(name)
+    try:
+        where: OnGpu | OnCpu = OnCpu() if arguments.cpu else OnGpu(arguments.pack)
+    except RigError as error:
+        print(*error.tail, f"{error.kind}: {error}", sep="\n", file=sys.stderr)
+        return 1
     report: dict[str, Any] = {
         "kind": "measured",
-        **provenance.of(__file__, models.get("glm-dsa-select" if arguments.cpu else "glm-dsa-gpu").seed),
+        **provenance.of(__file__, models.get((CPU_MODELS if arguments.cpu else GPU_MODELS)[False]).seed),
         "collectives_by": where.backend,
+        "size": asdict(where.size),
     }
-    work: list[Running] = []
-
-    def note(text: str) -> bool:
-        """Write what is known so far, and tell whether there is time for more."""
-        report["seconds"] = round(time.monotonic() - began, 1)
-        report["runs"] = {running.variant.name: running.found for running in work}
-        report["compared"] = compared(work)
-        report["capacity"] = capacity(report["runs"])
-        report["verdicts"] = verdicts(report)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        print(f"[{report['seconds']:6.1f} s] {text}", flush=True)
-        return bool(report["seconds"] < arguments.limit)
-
+    run = Run(where, report, arguments.out, arguments.limit, began)
     try:
-        only = arguments.only.split(",") if arguments.only else []
-        variants = [one for one in where.variants() if not only or one.name in only]
-        for variant, port in zip(variants, ports.free(len(variants)), strict=True):
-            name = variant.name.replace(" ", "-").replace("/", "-")
-            one = deployment.Deployment(deployment.new_folder(f"two-{name}"), [where.spec(variant, port)])
-            # One that does not come up must not take the others' time.
-            work.append(Running(variant, one, port, patience=min(500.0, arguments.limit * 0.6)))
-        if where.device == "cuda":
-            # Before the engines are there: these are times.
-            report["collectives_us"] = collectives(where.backend, where.device, 100)
-        note("made")
-        for running in work:
-            running.start()
-        report["kernels"] = where.parts()
-        note("kernels checked by themselves")
-        for running in work:
-            running.is_up.wait()
-        more = note("all are up")
-        # One after another: kernels of two engines that wait for their other GPU take turns slowly.
-        for running in work:
-            if more:
-                side_by_side([running], lambda one: one.ask(where.size))
-                side_by_side([running], Running.capacity)
-                more = note(f"{running.variant.name} asked")
-        checked = [running for running in work if CHECK.items() <= running.variant.env.items()]
-        if more:
-            side_by_side(checked, lambda running: running.repeat(where.size))
-            more = note("selections compared")
-        # One after another: these are times.
-        for running in [running for running in work if running.variant.timed]:
-            if more:
-                side_by_side([running], lambda one: one.time_steps(where.size))
-                more = note(f"{running.variant.name} timed")
-        if more and where.device == "cpu":
-            report["collectives_us"] = collectives(where.backend, where.device, 5)
+        run.go(arguments.only.split(",") if arguments.only else [])
     except RigError as error:
-        report["error"] = {"kind": error.kind, "words": str(error)}
+        report["error"] = error.as_json()
     finally:
-        for running in work:
-            running.down()
-    note("ended")
+        run.end(run.work)
+    run.note("ended")
     for words, holds in report["verdicts"].items():
         print({True: "holds", False: "DOES NOT HOLD", None: "not measured"}[holds], words, sep=": ")
-    for entry in report["compared"]:
-        print(
-            f"{entry['left']} / {entry['right']}: {entry['same_texts']} of {entry['requests']}, {entry['logprob']:.4g}"
-        )
-    for running in work:
-        print(running.variant.name, running.found)
-    return 0 if "error" not in report and all(holds is not False for holds in report["verdicts"].values()) else 1
+    for pair in report["compared"]:
+        print(f"{pair['left']} / {pair['right']}: {pair['same_texts']} of {pair['requests']}, {pair['logprob']:.4g}")
+    for running in run.work:
+        print(running.variant.name, {name: value for name, value in running.found.items() if name != "accept_each"})
+    for name in report["cut"]:
+        print("no time for", name)
+    for name, words in report["parts_failed"].items():
+        print(name, words, sep=": ")
+    return 0 if whole(report) else 1
+
+
+def whole(report: Mapping[str, Any]) -> bool:
+    """Whether nothing failed or was cut, and nothing that was measured does not hold."""
+    held = all(holds is not False for holds in report["verdicts"].values())
+    return held and not ("error" in report or report["cut"] or report["parts_failed"])
 
 
 if __name__ == "__main__":
