@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 
-import lab.rig.half_faults  # noqa: F401  for what it registers
 from lab.rig import bits, deployment, engine, environment, faults, lists, ports, runner, table, trees
 from lab.rig import boot as boots
 from lab.rig import scenario as scenarios

@@ -53,6 +53,10 @@ def fault(name: str, about: str, module: str, scenario: str, patch: str, role: s
     return register
 
 
+def _parallel() -> Any:
+    return sys.modules["sglang.srt.runtime_context"].get_parallel()
+
+
 def get(name: str) -> Fault:
     """Look a fault up.
 
@@ -74,7 +78,9 @@ _RETRACT = ("sglang.srt.research.retract", "dcp2-retract-patched", "dcp-retract-
 _PACK = ("sglang.srt.research.bounded_pack", "bounded-pack", "bounded-pack", "prefill")
 _POISON = ("sglang.srt.research.bounded_pack", "pack-poison", "bounded-pack", "prefill")
 _CP = ("sglang.srt.research.cp_topology", "cp2-atp2", "cp4-attention-tp2", "prefill")
+_SP = ("sglang.srt.research.input_sp", "cp2-atp2", "input-sp", "prefill")
 _DSA = ("sglang.srt.research.dsa_dcp", "dsa-dcp", "dsa-dcp", "decode")
+_SMALL = ("sglang.srt.research.dsa_dcp", "dsa-dcp-small", "dsa-dcp", "decode")
 _SPLIT = ("sglang.srt.mem_cache.dsa_cache_layer_split", "cp4-layer-split", "", "prefill")
 
 
@@ -187,13 +193,54 @@ def _cp_sum_left_out(module: ModuleType) -> None:
 @fault("cp-exit-of-stock", "the experts' output is added over the CP ranks alone: half of the partial sums", *_CP)
 def _cp_exit_of_stock(module: ModuleType) -> None:
     def reduce_scatter(hidden_states: Any) -> Any:
-        parallel: Any = sys.modules["sglang.srt.runtime_context"].get_parallel()
+        parallel = _parallel()
         ranks = parallel.attn_cp_size
         rows = hidden_states.new_empty(hidden_states.shape[0] // ranks, *hidden_states.shape[1:])
         parallel.attn_cp_group.reduce_scatter_tensor(rows, hidden_states)
         return rows
 
     vars(module)["reduce_scatter"] = reduce_scatter
+
+
+@fault(
+    "cp-halves-not-joined",
+    "on the way out of the experts each rank takes its own half of the rows for both",
+    *_CP,
+)
+def _halves_not_joined(module: ModuleType) -> None:
+    right = module.reduce_scatter
+
+    def reduce_scatter(hidden_states: Any) -> Any:
+        rows, parallel = right(hidden_states), _parallel()
+        if rows.shape[0] % parallel.attn_tp_size:
+            return rows  # an odd number of rows has no halves
+        half = rows.chunk(parallel.attn_tp_size)[parallel.attn_tp_rank]
+        return half.repeat(parallel.attn_tp_size, 1)
+
+    vars(module)["reduce_scatter"] = reduce_scatter
+
+
+@fault(
+    "sp-part-left-out",
+    "each rank norms its half of its own partial sums, without those of the other rank",
+    *_SP,
+)
+def _part_left_out(module: ModuleType) -> None:
+    right = module.run
+
+    def run(hidden_states: Any, residual: Any, layernorm: Any, context: Any) -> Any:
+        group: Any = _parallel().attn_tp_group
+
+        def keep(output: Any, tensor: Any) -> None:
+            output.copy_(tensor.chunk(context.attn_tp_size)[context.attn_tp_rank])
+
+        group.reduce_scatter_tensor = keep
+        try:
+            return right(hidden_states, residual, layernorm, context)
+        finally:
+            del group.reduce_scatter_tensor
+
+    vars(module)["run"] = run
 
 
 @fault("dsa-foreign-slots", "a rank attends to its own rows in place of those that another rank owns", *_DSA)
@@ -217,3 +264,19 @@ def _dsa_foreign_slots(module: ModuleType) -> None:
 @fault("dsa-lse-base", "the parts of a kernel that tells its sums in base 2 are merged as natural logarithms", *_DSA)
 def _dsa_lse_base(module: ModuleType) -> None:
     vars(module)["natural_lse"] = lambda attention_backend: module.active()
+
+
+@fault(
+    "dsa-index-narrow", "the index keys have room for a rank's own rows, and not for every slot of the group", *_SMALL
+)
+def _dsa_index_narrow(module: ModuleType) -> None:
+    of = module.pool_class
+
+    def pool_class(cls: Any, owner: Any) -> Any:
+        def narrow(rows: int, **others: Any) -> Any:
+            return cls(rows, **{**others, "index_buf_size": rows})
+
+        narrow.__name__ = cls.__name__
+        return of(narrow, owner)
+
+    vars(module)["pool_class"] = pool_class

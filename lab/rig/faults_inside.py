@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import lab.rig.half_faults  # noqa: F401  for what it registers
 from lab.rig.faults import chosen
 from lab.rig.say import say
 from lab.rig.standins.hook import after

@@ -20,7 +20,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import lab.rig.half_faults  # noqa: F401  for what it registers
 from lab.rig.faults import FAULTS
 from tests.engine.prefill.cp_ranks import SPARSE, Case, Weights, cut, rows_of
 from tests.engine.prefill.cp_rig import CP, HIDDEN, TP

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import lab.rig.half_faults  # noqa: F401  for what it registers
 from lab.rig import boot, faults, lists, runner, scenario
 from lab.rig.errors import RigError
 from lab.rig.measure import MEASURES
