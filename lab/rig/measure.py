@@ -182,15 +182,22 @@ def _saved_bytes(results: Results, names: Sequence[str]) -> float:
     return _bytes(results, names[:1]) - _bytes(results, names[1:])
 
 
+def _offloads(results: Results, name: str) -> list[Mapping[str, str]]:
+    """What D said whenever it retracted a request."""
+    found = _events(results, name, "decode", "offload")
+    if not found:
+        raise NothingToMeasure(f"{name}: nothing was retracted")
+    return found
+
+
 def _lost(results: Results, names: Sequence[str]) -> float:
+    _offloads(results, names[0])
     return sum(int(values["tokens"]) for values in _events(results, names[0], "decode", "lost"))
 
 
 def _rows_behind(results: Results, names: Sequence[str]) -> float:
     """The largest distance between committed rows and saved rows at a retraction."""
-    found = _events(results, names[0], "decode", "offload")
-    if not found:
-        raise NothingToMeasure(f"{names[0]}: nothing was retracted")
+    found = _offloads(results, names[0])
     return max(abs(int(values["committed"]) - int(values["rows"])) for values in found)
 
 
@@ -292,10 +299,7 @@ def rows(name: str, result: Result) -> list[dict[str, Any]]:
 
 def _jumps(results: Results, names: Sequence[str]) -> float:
     """How torn the worst of the retracted requests lay in the pool."""
-    found = _events(results, names[0], "decode", "offload")
-    if not found:
-        raise NothingToMeasure(f"{names[0]}: nothing was retracted")
-    return max(int(values["jumps"]) for values in found)
+    return max(int(values["jumps"]) for values in _offloads(results, names[0]))
 
 
 def _lost_each(results: Results, names: Sequence[str]) -> float:

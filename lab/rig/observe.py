@@ -64,10 +64,14 @@ def _watch_retraction(module: ModuleType) -> None:
 
 @after("sglang.srt.managers.scheduler_components.batch_result_processor")
 def _watch_lost_results(module: ModuleType) -> None:
-    for owner in [value for value in vars(module).values() if isinstance(value, type)]:
-        stock = vars(owner).get("process_batch_result_decode")
-        if stock is None:
-            continue
+    owners = [
+        value for value in vars(module).values() if "process_batch_result_decode" in getattr(value, "__dict__", {})
+    ]
+    if not owners:
+        # Nothing would ever be counted as lost then.
+        raise AttributeError(f"{module.__name__} has no process_batch_result_decode")
+    for owner in owners:
+        stock = vars(owner)["process_batch_result_decode"]
 
         def process(self: Any, batch: Any, result: Any, *args: Any, _stock: Any = stock, **kwargs: Any) -> Any:
             for index, request in enumerate(batch.reqs):

@@ -138,7 +138,7 @@ def test_a_boot_with_another_engine_has_a_start_of_its_own(other: str) -> None:
 
 def test_every_shipped_scenario_that_can_be_the_same_twice_is_compared_without_its_gates() -> None:
     compared = {one.name for made in bits.without_gates(lists.full()) for one in made.scenarios}
-    # Killed in the middle of a stream; and the Ds of the others need their gates to start.
+    # Killed in the middle of a stream; requests that come together; and without its gates nothing is left of it.
     assert set(scenario.names()) - compared == {"router-lost", "recovery", "many", "misfit-cp"}
     for made in bits.without_gates(lists.full()):
         assert not any(faults.VARIABLE in part.env for part in made.boot.parts)

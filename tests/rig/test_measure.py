@@ -159,7 +159,7 @@ def test_acceptance_and_steps_are_compared_with_the_same_requests() -> None:
     assert value("accept_kept", "b.retracted", "a", a=before, b=after) == 0.5
     assert value("accept_kept", "b", "a", a=before, b=after) == 0.625
     assert value("extra_steps", "b.retracted", "a", a=before, b=after) == 1.5
-    lines = [("lost", {"tokens": "4"}), ("lost", {"tokens": "1"})]
+    lines = [("offload", {}), ("lost", {"tokens": "4"}), ("lost", {"tokens": "1"})]
     assert value("lost_each", "b", b=dataclasses.replace(after, events={"P": [], "D": lines})) == 2.5
 
 
@@ -201,12 +201,13 @@ def test_what_p_found_is_unknown_behind_a_router() -> None:
 
 def test_a_hold_without_a_measurement_does_not_hold() -> None:
     text = (
-        'about="x"\nboot="b"\nhold=["accept(one) < 9", "lost(one) == 0", "done(one) == 2"]\n'
+        'about="x"\nboot="b"\nhold=["accept(one) < 9", "lost(one) == 0", "errors(one) == 0", "done(one) == 2"]\n'
         '[[step]]\nsend="one"\nto=["P","D"]'
     )
     lines = runner.judge(scenario.parse("s", text), {"one": GOOD})
-    assert [line.holds for line in lines] == [False, True, True]
+    assert [line.holds for line in lines] == [False, False, True, True]
     assert lines[0].measured is None and "verified" in lines[0].note
+    assert lines[1].measured is None and "nothing was retracted" in lines[1].note
 
 
 def test_prompts_come_from_the_seed_alone() -> None:

@@ -191,6 +191,7 @@ def test_the_first_draft_after_the_return_starts_from_the_last_step(new: World) 
                 )
 
         node.run(force(node, {4: Node.retract, 5: look}))
+    assert seen and all(hidden == boundary == selected for boundary, hidden, selected in seen)
     for one in (first, second):
         if one.rows_behind:
             boundary = int(one.request.hidden_states_tensor)
