@@ -80,7 +80,7 @@ def _watch_lost_results(module: ModuleType) -> None:
                     say("lost", rid=request.rid, tokens=int(lengths[index]) if lengths is not None else 1)
             return _stock(self, batch, result, *args, **kwargs)
 
-        owner.process_batch_result_decode = process  # type: ignore[attr-defined]
+        owner.process_batch_result_decode = process
 
 
 @after("sglang.srt.disaggregation.mooncake.conn")
