@@ -9,16 +9,31 @@
 //! * the decode stream goes to the client without a task between them ([`super::pd_relay`]), and ends with its client,
 //!   not with the next token.
 
-use std::sync::{Arc, OnceLock};
+use std::{
+    error::Error,
+    sync::{Arc, OnceLock},
+};
 
-use axum::http::HeaderMap;
+use axum::{
+    body::{Body, Bytes},
+    http::{header::CONTENT_TYPE, HeaderMap, HeaderValue, StatusCode},
+    response::Response,
+};
+use futures_util::{
+    stream::{poll_fn, Stream},
+    StreamExt,
+};
+use memchr::memmem;
 use tokio::sync::{Mutex, MutexGuard};
-use tracing::info;
+use tracing::{error, info};
 
-use super::pd_gates::{read_flag, Topology, SERIES};
+use super::{
+    pd_gates::{read_flag, Topology, SERIES},
+    pd_relay::Relay,
+};
 use crate::{
     config::RouterConfig,
-    core::{ConnectionMode, Worker, WorkerLoadGuard},
+    core::{AttachedBody, ConnectionMode, Worker, WorkerLoadGuard},
 };
 
 /// The gate of this patch.
@@ -77,4 +92,46 @@ pub fn reserve(
             .map(|worker| WorkerLoadGuard::new(Arc::clone(worker), headers))
             .into()
     })
+}
+
+/// What is sent to the client, or the error that cuts its connection.
+pub type Piece = Result<Bytes, String>;
+
+/// The response whose body is `stream`, up to the piece with the closing marker: each piece as `merge` gives it, and what
+/// `broken` makes of a failure. It holds the guards, so that both legs count until all of it is sent, or the client gone.
+pub fn answer<S, E>(
+    stream: S,
+    merge: impl FnMut(Bytes) -> Bytes + Send + 'static,
+    broken: impl Fn(String) -> Piece + Send + 'static,
+    status: StatusCode,
+    headers: Option<HeaderMap>,
+    guards: Vec<WorkerLoadGuard>,
+) -> Response
+where
+    S: Stream<Item = Result<Bytes, E>> + Send + 'static,
+    E: Error + 'static,
+{
+    let mut stream = Box::pin(stream);
+    let mut relay = Relay::new(
+        move |context: &mut std::task::Context<'_>| stream.poll_next_unpin(context),
+        |piece: &Bytes| memmem::find(piece, b"data: [DONE]").is_some(),
+        merge,
+        move |fault: E| {
+            let mut message = format!("Stream error: {fault}");
+            let mut cause = fault.source();
+            while let Some(deeper) = cause {
+                message += &format!(": {deeper}");
+                cause = deeper.source();
+            }
+            error!("{message}");
+            broken(message)
+        },
+    );
+    let mut response = Response::new(Body::from_stream(poll_fn(move |context| relay.poll(context))));
+    *response.status_mut() = status;
+    *response.headers_mut() = headers.unwrap_or_default();
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    AttachedBody::wrap_response(response, guards)
 }

@@ -25,8 +25,8 @@ pub enum Verdict<A, D, AckFault, DecodeFault> {
     Late,
 }
 
-/// Run both legs until both are good or one fails. An acknowledgement that fails together with the decode leg is the
-/// verdict: it is the cause.
+/// Run both legs until both are good or one fails. Of two failures that are seen in one poll the acknowledgement's is the
+/// verdict: it is the cause. Otherwise the first to be seen is.
 pub async fn race<A, D, AckFault, DecodeFault>(
     ack: impl Future<Output = Result<A, AckFault>>,
     decode: impl Future<Output = Result<D, DecodeFault>>,

@@ -86,11 +86,13 @@ struct Judged {
 }
 
 /// A task that does not outlive the one who waits for it: dropped, it is ended, and drops all that it holds.
-struct Owned<T>(JoinHandle<T>);
+struct Owned<T>(Option<JoinHandle<T>>);
 
 impl<T> Drop for Owned<T> {
     fn drop(&mut self) {
-        self.0.abort();
+        if let Some(task) = &self.0 {
+            task.abort();
+        }
     }
 }
 
@@ -98,7 +100,13 @@ impl<T> Future for Owned<T> {
     type Output = T;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
-        match ready!(Pin::new(&mut self.0).poll(context)) {
+        let Some(task) = self.0.as_mut() else {
+            return Poll::Pending;
+        };
+        let ended = ready!(Pin::new(task).poll(context));
+        // It is over, and must not be asked again.
+        self.0 = None;
+        match ended {
             Ok(value) => Poll::Ready(value),
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => resume_unwind(panic),
@@ -146,11 +154,11 @@ pub async fn dispatch(
     };
     // In a task of its own, each piece of the answer wakes that alone: waiting here, it would wake the request's task,
     // and with it every layer that the request came through.
-    let ack = Owned(tokio::spawn(acknowledge(
+    let ack = Owned(Some(tokio::spawn(acknowledge(
         prefill,
         route,
         keep.then_some(settings.max_bytes),
-    )));
+    ))));
     match race(ack, decode_leg(decode, stream), deadline).await {
         Verdict::Good(ack, decode) => Ok((Ok(ack), Ok(decode))),
         Verdict::Ack(fault) => Err(refuse_ack(fault, settings.retry).await),

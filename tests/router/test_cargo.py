@@ -11,7 +11,7 @@ from lab.router.build import Builder, BuildError, Result
 
 SOURCE = Path(__file__).parent / "cargo" / "research_modules.rs"
 TREE = SOURCE.with_name("tree_evicts.rs")
-MODULES = ("pd_ack", "pd_gates", "pd_race", "pd_rank", "pd_settings")
+MODULES = ("pd_ack", "pd_gates", "pd_race", "pd_rank", "pd_relay", "pd_settings")
 
 
 # A warning as cargo prints it: some lines up to an empty one, the second of them a place.

@@ -293,3 +293,23 @@ class TestSlowClient:
         one = bench(*SET)
         assert one.run(unread(one, until_done=False)) == (False, PIECES)
         assert one.run(one.settle(1.0))[1] == (0, 0)
+
+    @pytest.mark.parametrize("gated", [False, True])
+    def test_the_limit_of_a_whole_request_counts_the_clients_time_with_the_gate(self, bench: Any, gated: bool) -> None:
+        one = bench("patched", ON if gated else {}, flags=(*ONE_SHOT, "--request-timeout-secs", "3"))
+
+        async def late() -> int:
+            await one.script(d_first=0.05, d_tokens=PIECES, d_gap=0, d_pad=PIECE)
+            limit = aiohttp.ClientTimeout(total=120)
+            got = 0
+            async with one.client.post(one.router + "/v1/chat/completions", json=chat(True), timeout=limit) as response:
+                await asyncio.sleep(5)
+                try:
+                    async for part in response.content.iter_any():
+                        got += part.count(b"data: [DONE]")
+                except aiohttp.ClientError:
+                    assert gated
+            return got
+
+        assert one.run(late()) == (0 if gated else 1)
+        assert one.run(one.settle(1.0))[1] == (0, 0)

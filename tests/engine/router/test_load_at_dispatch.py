@@ -25,11 +25,19 @@ MUTANTS = {
         ("if on && !topology.http", "if !topology.http"),
         ("on && !topology.http", "on && topology.http"),
     ],
+    "pd_relay": [
+        ("Some(Ok(piece)) => (self.last)(piece),", "Some(Ok(_)) => false,"),
+        ("Some(Err(_)) | None => true,", "Some(Err(_)) | None => false,"),
+        ("Some(Err(_)) | None => true,", "Some(Err(_)) => false,\n            None => true,"),
+        ("Ok((self.merge)(piece))", "Ok(piece)"),
+        ("            self.source = None;\n", "            let _ = &self.source;\n"),
+    ],
 }
 
 
-def test_the_modules_own_tests_pass_under_bare_rustc(tmp_path: Path) -> None:
-    assert_all_pass(tmp_path, "pd_gates")
+@pytest.mark.parametrize("module", ["pd_gates", "pd_relay"])
+def test_the_modules_own_tests_pass_under_bare_rustc(module: str, tmp_path: Path) -> None:
+    assert_all_pass(tmp_path, module)
 
 
 @pytest.mark.parametrize("module", MUTANTS)
@@ -80,7 +88,7 @@ def test_the_stock_guards_are_made_only_where_the_patch_made_none(patched: Tree)
     stream = body_of(text, "create_streaming_response")
     with_guards = stream.index("if let Some(guards) = guards {")
     # The stock copy of a stream, and its guards, stand behind the return of the one that has guards.
-    assert with_guards < stream.index("return pd_relay::answer(") < stream.index("WorkerLoadGuard::new(")
+    assert with_guards < stream.index("return pd_load::answer(") < stream.index("WorkerLoadGuard::new(")
 
 
 def test_the_gate_is_read_at_start_and_nowhere_else(patched: Tree) -> None:

@@ -28,6 +28,8 @@ mod pd_gates;
 mod pd_race;
 #[path = "../../../src/routers/http/research/pd_rank.rs"]
 mod pd_rank;
+#[path = "../../../src/routers/http/research/pd_relay.rs"]
+mod pd_relay;
 #[path = "../../../src/routers/http/research/pd_settings.rs"]
 mod pd_settings;
 
