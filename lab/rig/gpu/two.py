@@ -458,6 +458,12 @@ class Running:
         self.found.setdefault("step_ms", {})[str(count)] = ordered[len(ordered) // 2]
         self.found.setdefault("step_ms_range", {})[str(count)] = [ordered[0], ordered[-1]]
 
+    def ask_and_empty(self, size: Size) -> None:
+        """Ask everything, and have the engine give back what its longest prompts took: eleven share a GPU's memory."""
+        self.ask(size)
+        if not self.variant.half:
+            client.flush(self.port)
+
     def capacity(self) -> None:
         """Read what the engine says of its pool: tokens of the group, and the bytes of one rank's target pool."""
         info = client.get(self.port, "/get_server_info", timeout=60.0)
@@ -797,7 +803,7 @@ class Run:
         self.wait(work)
         for half in (False, True):
             some = [running for running in work if running.variant.half is half]
-            self.each("asked", some, lambda one: one.ask(size))
+            self.each("asked", some, functools.partial(Running.ask_and_empty, size=size))
             self.each("pool", some, Running.capacity)
             checked = [running for running in some if running.variant.name in CHECKED]
             self.each("selections compared", checked, lambda one: one.repeat(size))
