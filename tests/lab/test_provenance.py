@@ -36,6 +36,8 @@ OTHERS = {
     "benchmarks/topk_tables.py",
     "lab/rig/gpu/__init__.py",
     "lab/rig/gpu/convert.py",
+    "lab/rig/gpu/counts.py",
+    "lab/rig/gpu/filled.py",
     "lab/rig/gpu/pack.py",
     "lab/rig/gpu/parts.py",
     "lab/rig/gpu/reference.py",
