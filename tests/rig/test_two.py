@@ -274,6 +274,8 @@ def test_a_part_that_fails_or_is_cut_is_named_and_takes_nothing_with_it(
     monkeypatch.setattr(deployment, "new_folder", lambda name: tmp_path / name)
     monkeypatch.setattr(client, "send", lambda *given, **more: Answer(ids=(1,)))
     monkeypatch.setattr(client, "get", lambda *given, **more: {"max_total_num_tokens": 640})
+    emptied: list[int] = []
+    monkeypatch.setattr(client, "flush", lambda port, *given: emptied.append(port))
     monkeypatch.setattr(two, "collectives", lambda *given: [{"rows": 1}])
     where: Any = Where()
     out = tmp_path / "out.json"
@@ -287,6 +289,7 @@ def test_a_part_that_fails_or_is_cut_is_named_and_takes_nothing_with_it(
         assert found["parts_failed"] == {"kernels by themselves": "ZeroDivisionError: no kernels"}
         assert found["cut"] == [] and found["collectives_us"] == [{"rows": 1}]
         assert found["verdicts"]["every engine answered everything"] is True
+        assert len(set(emptied)) == 3
         assert found["capacity"]["measured"] == 2.0
         assert {name for name, one in found["runs"].items() if "step_ms" in one} == {"tp2", "dcp2"}
         assert two.whole({**found, "parts_failed": {}})
