@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from patchbundle import bases as bases_module
-from patchbundle import fetch, manifest, record
+from patchbundle import fetch, manifest, plan, record
 from patchbundle.bases import Archive, Base
+from patchbundle.identity import File
 from patchbundle.tree import Tree
 from tests import trees
 from tests.toy import Toy
@@ -81,6 +83,32 @@ def test_the_wheels_of_a_version_differ_in_compiled_files_alone(version: str) ->
     assert len(tables) == 8
     assert differ
     assert {path for path in differ if not path.endswith(".so")} == {f"sglang-{version}.dist-info/WHEEL"}
+
+
+def blob(file: File | None) -> str:
+    """The name that git gives to a file's bytes; of no file, all zeros."""
+    return hashlib.sha1(b"blob %d\0" % len(file.data) + file.data).hexdigest() if file else "0" * 40
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_every_index_line_names_the_bytes_before_and_after_its_patch(name: str) -> None:
+    """``git am -3`` looks the old blob up; a line that an edit by hand left behind sends it nowhere."""
+    bundle = manifest.load(trees.REPOSITORY)
+    base = bundle.bases[name]
+    levels = plan.levels(bundle, base, dict(fetch.members(fetch.fetch(base, fetch.default_archive(base)))))
+    wrong, seen = [], 0
+    for patch, before, after in zip(bundle.series(base.role), levels, levels[1:], strict=False):
+        text = bundle.artifacts[f"patches/{patch.file}"].decode("latin-1")
+        heads = re.findall(r"^diff --git a/(\S+) b/\S+\n(?:\S+ ?.* mode .*\n)*index (\w+)\.\.(\w+)", text, re.MULTILINE)
+        seen += len(heads)
+        for path, old, new in heads:
+            expected = blob(before.get(path))[: len(old)], blob(after.get(path))[: len(new)]
+            if (old, new) != expected:
+                wrong.append(f"{patch.file}: {path}: expected {'..'.join(expected)}, found {old}..{new}")
+    assert not wrong
+    assert seen == sum(
+        bundle.artifacts[f"patches/{patch.file}"].count(b"\nindex ") for patch in bundle.series(base.role)
+    )
 
 
 def test_a_real_wheel_that_pip_installed_is_recognised_and_attested(tmp_path: Path) -> None:
