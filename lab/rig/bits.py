@@ -17,6 +17,19 @@ from lab.rig.scenario import Scenario, Send
 # What breaks a transfer or an engine on purpose says nothing about bits.
 RETRACT, RETRACTS_UNDER_DCP = "PATCHBUNDLE_RIG_RETRACT", "SGLANG_RESEARCH_DCP_RETRACT"
 DISTURBANCES = (faults.VARIABLE, "PATCHBUNDLE_RIG_TRANSFER_FAIL", "PATCHBUNDLE_RIG_TRANSFER_HOLD")
+# Requests of a send that comes together: which of them share a batch differs from run to run, so they go one by one.
+MOST_ONE_BY_ONE = 8
+
+
+def one_by_one(one: Scenario) -> Scenario:
+    """``one`` with its sends that come together one request after another, and with the first few of their requests."""
+    steps = (
+        replace(step, together=False, count=min(step.count, MOST_ONE_BY_ONE))
+        if isinstance(step, Send) and step.together
+        else step
+        for step in one.steps
+    )
+    return replace(one, steps=tuple(steps))
 
 
 def steady(one: Scenario, names: Mapping[str, str]) -> Scenario:
@@ -78,7 +91,7 @@ def stock(entry: Entry) -> Entry:
             same = (one.name for one in routers.values() if replace(one, name=bare.name) == bare)
             names[router.name] = next(same, router.name)
             routers.setdefault(names[router.name], bare)
-    scenarios = (steady(one, names) for one in entry.scenarios)
+    scenarios = (steady(one_by_one(one), names) for one in entry.scenarios)
     which = replace(entry.boot, parts=tuple(parts.values()), routers=tuple(routers.values()), refusers=())
     return Entry(which, tuple(one for one in scenarios if one.steps))
 

@@ -59,11 +59,21 @@ def sends(one: Entry) -> list[tuple[str, tuple[str, ...]]]:
     return [(step.name, step.to) for s in one.scenarios for step in s.steps if isinstance(step, Send)]
 
 
-@pytest.mark.parametrize("more", ["together = true", 'kill = "D"', "leave = 2", "fails = true"])
+@pytest.mark.parametrize("more", ['kill = "D"', "leave = 2", "fails = true"])
 def test_what_is_not_the_same_in_every_run_is_not_compared(more: str) -> None:
     both = step("one") + step("two", more)
     for made in (bits.without_gates([entry(both)]), bits.as_they_are([entry(both)])):
         assert [sends(one) for one in made] == [[("one", ("P", "D"))]]
+
+
+@pytest.mark.parametrize(("count", "kept"), [(5, 5), (200, 8)])
+def test_requests_that_come_together_go_one_by_one_without_gates_and_not_at_all_twice(count: int, kept: int) -> None:
+    both = step("one") + step("two", f"seed = 2\ncount = {count}\ntogether = true")
+    (made,) = bits.without_gates([entry(both)])
+    assert sends(made) == [("one", ("P", "D")), ("two", ("P", "D"))]
+    two = made.scenarios[0].steps[1]
+    assert isinstance(two, Send) and (two.together, two.count) == (False, kept)
+    assert [sends(one) for one in bits.as_they_are([entry(both)])] == [[("one", ("P", "D"))]]
 
 
 def test_turns_and_drains_are_left_out() -> None:
@@ -138,8 +148,8 @@ def test_a_boot_with_another_engine_has_a_start_of_its_own(other: str) -> None:
 
 def test_every_shipped_scenario_that_can_be_the_same_twice_is_compared_without_its_gates() -> None:
     compared = {one.name for made in bits.without_gates(lists.full()) for one in made.scenarios}
-    # Killed in the middle of a stream; requests that come together; and without its gates nothing is left of it.
-    assert set(scenario.names()) - compared == {"router-lost", "recovery", "many", "misfit-cp"}
+    # Killed in the middle of a stream; and without their gates nothing is left of the others.
+    assert set(scenario.names()) - compared == {"router-lost", "recovery", "misfit-cp"}
     for made in bits.without_gates(lists.full()):
         assert not any(faults.VARIABLE in part.env for part in made.boot.parts)
 
