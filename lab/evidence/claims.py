@@ -42,6 +42,7 @@ COUNTED = frozenset(
         "files",
         "functions",
         "faults",
+        "instructions",
         "steps",
         "ranks",
     ]
