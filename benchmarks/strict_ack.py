@@ -53,13 +53,14 @@ def acknowledgement(cases: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
                 yield Row(f"{headers}, {b} - {a}: {part}", getattr(difference, part) * 1e3, "ms")
 
 
-def acked(rounds: int) -> list[dict[str, Any]]:
-    """Every case of ``lab.router.ack``. Raises Lost if it fails."""
+def acked(rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The receipts of the routers that ``lab.router.ack`` ran, and every case. Raises Lost if it fails."""
     command = [sys.executable, "-m", "lab.router.ack", "--rounds", str(rounds)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Lost(f"lab.router.ack: {done.stderr[-2000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    builds, *cases = map(json.loads, done.stdout.splitlines())
+    return builds, cases
 
 
 @click.command()
@@ -69,10 +70,16 @@ def acked(rounds: int) -> list[dict[str, Any]]:
 def main(rounds: int, out: Path | None, as_json: bool) -> None:
     """Measure all cases. Exit code 1: a case could not be measured."""
     try:
-        rows = list(acknowledgement(acked(rounds)))
+        builds, cases = acked(rounds)
+        rows = list(acknowledgement(cases))
     except Lost as error:
         raise click.ClickException(str(error)) from error
-    head = {**provenance.of(__file__, None), "label": "CPU, loopback, scripted P and D", "rounds": rounds}
+    head = {
+        **provenance.of(__file__, None),
+        "label": "CPU, loopback, scripted P and D",
+        "builds": builds,
+        "rounds": rounds,
+    }
     head["modules"] |= digests("lab/router/ack.py", "lab/router/servers.py")
     if out is not None:
         result = {**head, "rows": [asdict(row) | {"holds": row.holds} for row in rows]}

@@ -1,7 +1,8 @@
 """How long a client waits for the error of a prefill worker: stock, patched with the gate off, patched with it on.
 
 Scripted P and D on this machine, real routers side by side; P fails in each way in turn, D waits for KV until its own
-timeout. Prints one JSON object a case. ``benchmarks/strict_ack.py`` runs it and compares the arms.
+timeout. Prints the receipts of the builds as one JSON object, then one a case. ``benchmarks/strict_ack.py`` runs it and
+compares the arms.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def ask(bench: Bench, mode: str, early: bool) -> dict[str, float | None]:
 def main(rounds: int) -> None:
     """Run every case in every arm."""
     try:
-        built = {variant: Builder().build(variant) for variant in {variant for variant, _ in ARMS.values()}}
+        built = {variant: Builder().build(variant) for variant in sorted({variant for variant, _ in ARMS.values()})}
     except (BuildError, BundleError) as error:
         raise click.ClickException(str(error)) from error
+    sys.stdout.write(json.dumps({variant: result.receipt for variant, result in built.items()}) + "\n")
     with contextlib.ExitStack() as stack:
         benches = {
             arm: stack.enter_context(Bench(built[variant], environment=gates)) for arm, (variant, gates) in ARMS.items()

@@ -25,6 +25,8 @@ WIRE = ("stream", "stream_options", "data_parallel_rank", "routed_dp_rank", "dis
 # A soak runs for minutes; the last events and rooms are enough.
 KEPT = 20000
 DONE = b"data: [DONE]\n\n"
+# Ways in which P hands its KV over: it is well, it answers JSON to a stream too, its answer is no JSON.
+HANDS_OVER = ("ok", "ok_json", "ok_broken")
 # Ways in which P fails; ``hang`` and ``hang_body`` report nothing, all others do.
 FAILURES = (
     "http500",
@@ -53,8 +55,11 @@ class Script:
     """What the servers do with a request. All times are seconds."""
 
     p_mode: str = "ok"
+    """One of HANDS_OVER or FAILURES."""
     p_delay: float = 0.05
-    """P answers, or fails, this long after the request."""
+    """P hands over its KV, or fails, this long after the request."""
+    p_late: float = 0.0
+    """P answers this long after its KV."""
     p_pad: int = 0
     """Bytes of padding in P's good answer."""
     d_mode: str = "ok"
@@ -65,6 +70,8 @@ class Script:
     d_gap: float = 0.05
     d_pad: int = 0
     """Bytes of padding in each of D's tokens."""
+    d_stays: float = 0.0
+    """D leaves its stream open for this long after the closing marker."""
     d_timeout: float = 30.0
     """D gives up its KV after this long and answers 500."""
     d_headers_early: bool = False
@@ -179,11 +186,13 @@ async def prefill(request: web.Request) -> web.StreamResponse:
     world.note("P.recv", key=key, rooms=rooms, where=where, seen=seen)
     try:
         await asyncio.sleep(script.p_delay)
-        if script.p_mode == "ok":
+        if script.p_mode in HANDS_OVER:
             for room in rooms:
                 if not world.kv(room).done():
                     world.kv(room).set_result(None)
-        elif script.p_mode not in ("hang", "hang_body"):
+        if script.p_late:
+            await asyncio.sleep(script.p_late)
+        if script.p_mode not in ("ok", "ok_json", "hang", "hang_body"):
             # A client cannot know of the failure before now; the test measures from here.
             world.note("P.report", key=key, rooms=rooms)
         return await prefill_answer(request, body, script)
@@ -196,7 +205,8 @@ async def prefill(request: web.Request) -> web.StreamResponse:
 
 async def prefill_answer(request: web.Request, body: dict[str, Any], script: Script) -> web.StreamResponse:
     """Answer as P in one of the modes."""
-    streaming, route, mode = bool(body.get("stream")), request.path, script.p_mode
+    route, mode = request.path, script.p_mode
+    streaming = bool(body.get("stream")) and mode != "ok_json"
     good = answer(route, body, "p", streaming, "length")
     if script.p_pad:
         good["pad"] = "x" * script.p_pad
@@ -212,7 +222,7 @@ async def prefill_answer(request: web.Request, body: dict[str, Any], script: Scr
         return web.Response(body=b"<html>proxy</html>", content_type="text/html")
     if mode == "json_error":
         return web.json_response(error)
-    if mode == "malformed":
+    if mode in ("malformed", "ok_broken"):
         return web.Response(body=b'{"id":"x","choices":[', content_type="application/json")
     if mode == "empty":
         return web.Response(body=b"", content_type="text/event-stream" if streaming else "application/json")
@@ -326,6 +336,9 @@ async def decode_answer(
             await response.write(item({"error": {"message": "D failed later"}}))
             break
     await response.write(DONE)
+    if script.d_stays:
+        world.note("D.said", key=key, rooms=rooms)
+        await asyncio.sleep(script.d_stays)
     await response.write_eof()
     return response
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,14 +72,15 @@ def test_the_script_writes_its_result_and_says_what_could_not_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "r.json"
-    monkeypatch.setattr(strict_ack, "acked", lambda rounds: cases())
+    receipts = {"stock": {"series": ""}, "patched": {"series": "0f" * 32}}
+    printed = "\n".join(map(json.dumps, [receipts, *cases()]))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed))
     done = CliRunner().invoke(strict_ack.main, ["--out", str(out)])
     result = json.loads(out.read_text())
     assert done.exit_code == 0 and "lab/router/ack.py" in result["modules"] and result["label"].startswith("CPU")
+    assert result["builds"] == receipts
 
-    def lost(rounds: int) -> list[dict[str, Any]]:
-        raise Lost("no router")
-
-    monkeypatch.setattr(strict_ack, "acked", lost)
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="no router")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     done = CliRunner().invoke(strict_ack.main, [])
     assert done.exit_code == 1 and "no router" in done.output
