@@ -86,7 +86,7 @@ def owned() -> tuple[str, str]:
     return imports[0], found[0]
 
 
-def tested(folder: Path, texts: Mapping[str, str]) -> Path:
+def rust_file(folder: Path, texts: Mapping[str, str]) -> Path:
     """A Rust file with a module for each text, the tests of owned.rs in each."""
     imports, tests = owned()[0] + "use tokio::task::JoinHandle;\n", OWNED.read_text().partition("\n\n")[2]
     modules = (f"mod {name} {{\n{imports}\n{text}\n{tests}}}\n" for name, text in texts.items())
@@ -98,7 +98,7 @@ def tested(folder: Path, texts: Mapping[str, str]) -> Path:
 def test_a_task_does_not_outlive_its_waiter_and_its_panic_is_the_waiters(
     built: dict[str, Result], tmp_path: Path
 ) -> None:
-    said = Builder().test(tested(tmp_path, {"owned": owned()[1]}))
+    said = Builder().test(rust_file(tmp_path, {"owned": owned()[1]}))
     passed = set(re.findall(r"^test owned::tests::(\w+) \.\.\. ok$", said, re.MULTILINE))
     assert passed == set(re.findall(r"^    async fn (\w+)\(\) \{$", OWNED.read_text(), re.MULTILINE)) and passed, said
 
@@ -109,7 +109,7 @@ def test_every_mutant_of_such_a_task_is_noticed(built: dict[str, Result], tmp_pa
         assert text.count(old) == 1, old
         mutants[f"mutant_{number}"] = text.replace(old, new)
     with pytest.raises(BuildError) as caught:
-        Builder().test(tested(tmp_path, {"owned": text, **mutants}))
+        Builder().test(rust_file(tmp_path, {"owned": text, **mutants}))
     failed = set(re.findall(r"^    (\w+)::tests::\w+$", str(caught.value), re.MULTILINE))
     assert failed == mutants.keys(), str(caught.value)
 
