@@ -264,7 +264,7 @@ def test_between_two_bundles_the_base_is_as_both_pin_it(bundle: Bundle, base: Ba
 
 
 def test_between_two_bundles_the_receipt_goes_where_the_new_one_keeps_it(bundle: Bundle, base: Base) -> None:
-    elsewhere = replace(base, install={**base.install, "router": "sglang/o"})
+    elsewhere = base._replace(install={**base.install, "router": "sglang/o"})
     other = replace(bundle)
     before, after = (plan_module.receipt_bytes(bundle, item, 1) for item in (base, elsewhere))
     assert before is not None
@@ -293,7 +293,7 @@ def test_a_source_that_is_not_the_one_in_the_tree_is_not_taken_off(bundle: Bundl
 
 def test_a_base_that_the_lock_does_not_know_is_not_planned_on(bundle: Bundle, base: Base) -> None:
     with pytest.raises(BundleError, match="pins for other-1"):
-        way(bundle, replace(base, id="other-1"), 0, 1, {})
+        way(bundle, base._replace(id="other-1"), 0, 1, {})
 
 
 def test_what_a_plain_diff_removed_comes_back_with_the_mode_that_it_had_before_that(tmp_path: Path) -> None:

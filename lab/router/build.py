@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def unpacked(base: Base, archive: Archive) -> dict[str, bytes]:
         BundleError: the archive is not to be had, or is not the pinned one.
     """
     name, _, version = archive.filename.removesuffix(".tar.gz").rpartition("-")
-    place = fetch.fetch(replace(base, distribution=name, version=version), archive)
+    place = fetch.fetch(base._replace(distribution=name, version=version), archive)
     return {path: file.data for path, file in fetch.members(place)}
 
 

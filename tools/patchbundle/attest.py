@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +20,7 @@ _BYTECODE = frozenset({"__pycache__"})
 _BUILDS = _BYTECODE | {"target", ".git"}
 
 
-@dataclass(frozen=True)
-class Attestation:
+class Attestation(NamedTuple):
     """The verdict. ``archive`` is the pinned archive that the tree was made from; ``extra`` are paths that the
     release does not have: they are listed, not refused."""
 

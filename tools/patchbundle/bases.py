@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from patchbundle import names, store
 from patchbundle.errors import BundleError, Reason
@@ -27,8 +27,7 @@ _SOURCE = re.compile(r"[A-Za-z0-9._-]+\.tar\.gz")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True)
-class Archive:
+class Archive(NamedTuple):
     """A published archive of a base.
 
     ``record`` is the SHA-256 of the wheel's RECORD file, ``entries`` the digest of its entries in canonical
@@ -45,8 +44,7 @@ class Archive:
         return self.filename.endswith(".whl")
 
 
-@dataclass(frozen=True)
-class Overlay:
+class Overlay(NamedTuple):
     """A file of the release that an operator's image holds otherwise.
 
     ``found`` is what the image has, ``release`` what the release has, ``recorded`` what the image's RECORD says of it.
@@ -57,8 +55,7 @@ class Overlay:
     recorded: Identity
 
 
-@dataclass(frozen=True)
-class Base:
+class Base(NamedTuple):
     """A pinned upstream release, or an operator's own image of one."""
 
     id: str
@@ -71,7 +68,7 @@ class Base:
     torch: str = ""
     members: str = ""  # file under config/ that lists the members of a source archive
     build: tuple[Archive, ...] = ()  # source archives of others that a build of a source archive needs
-    overlay: Mapping[str, Overlay] = field(default_factory=dict)  # of an operator's image: what it holds otherwise
+    overlay: Mapping[str, Overlay] = MappingProxyType({})  # of an operator's image: what it holds otherwise
 
     @property
     def home(self) -> str:
@@ -169,7 +166,7 @@ def _image(base_id: str, entry: dict[str, Any], where: str, releases: Mapping[st
             raise refuse(place, "three plain files", "absent")
         if path == release.receipt or path.startswith(f"{release.home}/"):
             raise refuse(place, "a file of the release", "a folder of ours")
-    return replace(release, id=base_id, overlay=overlay)
+    return release._replace(id=base_id, overlay=overlay)
 
 
 def _base(base_id: str, entry: object, where: str, _: Mapping[str, Base]) -> Base:

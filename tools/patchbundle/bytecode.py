@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from patchbundle import names
 from patchbundle.errors import BundleError, Reason
 from patchbundle.tree import Tree
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """A compiled file. ``folder`` is the tree it stands in, ``path`` its path there, ``module`` the source's.
 
     ``kind`` tells how an interpreter checks it: by the source's time stamp, by its hash, or not at all

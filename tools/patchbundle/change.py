@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from patchbundle import manifest, output, preflight, processes, transaction, work
 from patchbundle import target as target_module
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 VERBS = ("apply", "revert")
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """What is asked for. ``direction`` is the verb; ``signed``: the key that must have signed, and where it says so."""
 
     direction: str

@@ -218,7 +218,7 @@ def _router_status(report: Report, bundle: Bundle, path: Path) -> Exit:
 
 def _process(process: Process) -> dict[str, Any]:
     started = datetime.fromtimestamp(process.started, timezone.utc).isoformat(timespec="seconds")
-    return {**vars(process), "started": started, "known_by": list(process.known_by)}
+    return {**process._asdict(), "started": started, "known_by": list(process.known_by)}
 
 
 def _say_processes(report: Report, census: Census) -> None:
@@ -515,7 +515,7 @@ def roundtrip_command(report: Report, bundle_path: Path, role: str | None, each_
     widths = [max(len(str(line[column])) for line in [head, *table]) for column in range(len(head))]
     for line in [head, *table]:
         report.say("  ".join(f"{cell!s:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
-    report.result["rows"] = [vars(row) | {"holds": row.holds} for row in rows]
+    report.result["rows"] = [row._asdict() | {"holds": row.holds} for row in rows]
     return Exit.DONE if all(row.holds for row in rows) else Exit.REFUSED
 
 

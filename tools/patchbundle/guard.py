@@ -13,9 +13,8 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from patchbundle import imports, work
 from patchbundle.bases import ROLES
@@ -35,8 +34,7 @@ def interpreter_of(command: Sequence[str]) -> str | None:
     return command[0] if command and _PYTHON.fullmatch(Path(command[0]).name) else None
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """A plain start: a role, what is expected, one way to name the tree (``--root`` and so on), the command."""
 
     role: str

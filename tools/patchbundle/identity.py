@@ -65,8 +65,7 @@ class Identity(NamedTuple):
 ABSENT = Identity("absent")
 
 
-@dataclass(frozen=True)
-class Attributes:
+class Attributes(NamedTuple):
     """What no pin fixes of a file, and what goes with it when it is removed: permission bits, owner and group."""
 
     bits: int

@@ -10,7 +10,7 @@ finish    the tree is new; what is left is clearing up; recovery only goes on
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from patchbundle import canonical, names
 from patchbundle.errors import BundleError, Reason
@@ -21,8 +21,7 @@ BESIDE = f"{NAME}.new"
 PHASES = ("prepare", "commit", "finish")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One path; ``stage`` holds the new bytes and ``backup`` the old file, where there are such."""
 
     path: str
@@ -38,8 +37,7 @@ class Step:
         return cls(path, old, new, f"{beside}.new" if new.is_file else None, f"{beside}.old" if old.is_file else None)
 
 
-@dataclass(frozen=True)
-class Journal:
+class Journal(NamedTuple):
     phase: str
     bundle: str
     base: str
@@ -51,7 +49,7 @@ class Journal:
     mirrors: tuple[str, ...]  # folders outside the tree that hold bytecode of its modules
 
     def at(self, phase: str) -> Journal:
-        return replace(self, phase=phase)
+        return self._replace(phase=phase)
 
     def dump(self) -> bytes:
         body = {

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from patchbundle import canonical, names
 from patchbundle.errors import BundleError, Reason
@@ -82,8 +82,7 @@ class Pins:
         return "base" if level == 0 else self.levels[level - 1]
 
 
-@dataclass(frozen=True)
-class Lock:
+class Lock(NamedTuple):
     """The whole lock; ``digest`` is the SHA-256 of the file, which names the bundle."""
 
     artifacts: Mapping[str, str]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from patchbundle import bases as bases_module
 from patchbundle import lock as lock_module
@@ -33,8 +33,7 @@ SIGNATURE = f"{LOCK}.minisig"
 _PIN = "tools/apply.py pin"
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """One entry of the series, with its header and diff read."""
 
     id: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from patchbundle import attest, bases, disk, fetch, manifest, names, pin, record, transaction
@@ -61,7 +60,7 @@ def add(
         _refuse_others(tree, state, bundle.artifacts, members, overlay)
     if not overlay:
         raise bases.refuse("--overlay", "a file that differs from the release", "none: this tree is the release")
-    made = replace(state.base, id=base_id, overlay=overlay)
+    made = state.base._replace(id=base_id, overlay=overlay)
     touched = touched_paths(bundle, state.base)
     files = {made.overlay_file(path): found.data or b"" for path, found in looked.items() if path in touched}
     files[_BASES] = bundle.artifacts[_BASES].rstrip(b"\n") + b"\n\n" + _table(made, state.base.id)

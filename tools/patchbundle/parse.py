@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import Hunk as UnidiffHunk
@@ -35,8 +36,7 @@ _OTHER_FORMATS = ("*** ", "***************", "Index: ", "Only in ", "Property ch
 _DIFF_LIKE = ("+++ ", "@@ ", "diff ", "index ", "old mode ", "new mode ", "new file mode ", "deleted file mode ")
 
 
-@dataclass(frozen=True)
-class Diff:
+class Diff(NamedTuple):
     """A parsed patch file: the text before the diff, and one entry a file, in order."""
 
     message: tuple[str, ...]

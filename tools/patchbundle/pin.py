@@ -159,7 +159,7 @@ def _check_way_back(bundle: Bundle, made: Lock) -> None:
         )
         for base_id, pins in made.bases.items()
     }
-    locked = Bundle(bundle.root, bundle.bases, bundle.patches, bundle.artifacts, replace(made, bases=known))
+    locked = Bundle(bundle.root, bundle.bases, bundle.patches, bundle.artifacts, made._replace(bases=known))
     for base in bundle.bases.values():
         members = dict(fetch.members(fetch.fetch(base, fetch.default_archive(base), offline=True)))
         touched = sorted(plan_module.touched_paths(locked, base))

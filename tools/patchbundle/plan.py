@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from patchbundle import canonical, names, record
 from patchbundle.bases import Base
@@ -16,8 +16,7 @@ from patchbundle.manifest import Bundle, Patch
 Tree = dict[str, File | None]
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One path from an old to a new identity; ``data`` are the new bytes, None for a removal.
 
     ``attributes`` are those that a file of the release had when it was removed; None lets the folder suggest them.
@@ -34,8 +33,7 @@ class Operation:
         return "create" if not self.old.is_file else "change" if self.new.is_file else "remove"
 
 
-@dataclass(frozen=True)
-class Stand:
+class Stand(NamedTuple):
     """A level of a bundle's series on one of its bases."""
 
     bundle: Bundle
@@ -65,8 +63,7 @@ class Stand:
         return {path for path, chain in self.pins.paths.items() if chain[0].is_file}
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """File operations from where a tree stands to where it is to stand, in the order in which they are made.
 
     New files come first and removals last, so that no call site ever stands without the module it calls.
@@ -221,10 +218,10 @@ def _edit_record(raw: bytes, start: Stand, goal: Stand, receipt: bytes | None, w
         old = {own: record.found(raw, own), **start.recorded()}
         return record.edit(raw, old, {own: ends, **goal.recorded()}, where, start.released())
     # As if the base had been there in between, so that lines stand where a fresh run puts them.
-    base = replace(start, level=0)
+    base = start._replace(level=0)
     old = {start.base.receipt: record.found(raw, start.base.receipt), **start.recorded()}
     raw = record.edit(raw, old, {start.base.receipt: ABSENT, **base.recorded()}, where, start.released())
-    base = replace(goal, level=0)
+    base = goal._replace(level=0)
     old = {goal.base.receipt: ABSENT, **base.recorded()}
     return record.edit(raw, old, {goal.base.receipt: ends, **goal.recorded()}, where, goal.released())
 

@@ -6,15 +6,14 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 # An interpreter by its own name, or an engine by the title that it gives itself.
 _PYTHON = re.compile(r"python|sglang")
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A process that uses a tree.
 
     ``older``: it started before the tree was changed, or descends from one that did and uses the tree: a fork has the
@@ -30,8 +29,7 @@ class Process:
     gates: Mapping[str, str] | None
 
 
-@dataclass(frozen=True)
-class Census:
+class Census(NamedTuple):
     """The processes of a tree, and the number of interpreters of others that may not be looked into."""
 
     processes: tuple[Process, ...]
@@ -84,7 +82,7 @@ def _with_forks(found: Mapping[int, Process], parents: Mapping[int, int]) -> Ite
         above, older = parents[pid], process.older
         while above in found and not older:
             older, above = found[above].older, parents[above]
-        yield replace(process, older=older)
+        yield process._replace(older=older)
 
 
 def _uses(entry: Path, root: Path) -> tuple[tuple[str, ...], bool]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from patchbundle import plan as plan_module
 from patchbundle import record
@@ -22,8 +21,7 @@ _RECORD_LIMIT = 1 << 25
 UNKNOWN = "of an unknown bundle"
 
 
-@dataclass(frozen=True)
-class FileState:
+class FileState(NamedTuple):
     """One pinned path: a state word, and what was found and expected at the tree's (nearest) level."""
 
     path: str
@@ -36,8 +34,7 @@ class FileState:
         return self.found == self.expected
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """A look at a tree, with the eyes of ``bundle``: the one at work, or a filed release that knows the tree.
 
     ``level`` is None where the tree is at no level; ``nearest`` is then the level that most paths agree with.

@@ -10,9 +10,8 @@ import stat
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from patchbundle import transaction
 from patchbundle.errors import BundleError, Reason
@@ -46,8 +45,7 @@ _ANSWER = 1 << 20  # bytes that an answer may have, start-up files' own words in
 _METADATA = 1 << 20  # bytes of a file in which a version may be found
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A tree and what is known about it before any file is hashed."""
 
     root: Path
@@ -191,8 +189,7 @@ def _places(root: Path) -> list[Path]:
     return [place for place in found if place.is_dir()]
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What an interpreter says: where it looks, which distributions it sees and where, and its bytecode prefix."""
 
     places: tuple[Path, ...]

@@ -16,9 +16,8 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from patchbundle import bytecode, journal, preflight
 from patchbundle.disk import Disk
@@ -42,8 +41,7 @@ def _silent(_: str) -> None:
     return None
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a transaction did: the paths it changed, the caches it dropped, what it could not do and why."""
 
     changed: tuple[str, ...]

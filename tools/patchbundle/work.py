@@ -8,9 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from patchbundle import bytecode, imports, transaction
 from patchbundle import plan as plan_module
@@ -77,8 +76,7 @@ def _nearness(state: State) -> tuple[bool, int, bool]:
     return state.level is not None, -wrong, state.receipt == "current"
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(NamedTuple):
     """Everything that ``status`` tells beside the state."""
 
     state: State
@@ -96,7 +94,7 @@ def status(bundle: Bundle, target: Target) -> Status:
     stale = [cache for cache in caches if _hides(state, cache)]
     if any(_replaces(state, cache) for cache in caches):
         # What would run is as no level has it.
-        state = replace(state, level=None)
+        state = state._replace(level=None)
     changed = [found.status.st_ctime for found in state.found.values() if found.status is not None]
     census = processes.of_tree(target.root, max(changed, default=0.0), known_gates(bundle, state.bundle))
     return Status(state, gates(bundle, state.bundle), tuple(stale), census)
@@ -351,8 +349,7 @@ def _require_attested(target: Target, attestation: Attestation, *, extra: bool =
         raise attest.differs(target.root, first, expected, "reinstall the distribution")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line of the roundtrip's table. Digests are of the whole tree; times in seconds."""
 
     role: str

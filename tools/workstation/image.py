@@ -177,7 +177,7 @@ def _change(
     """The ordinary run, on the small tree; and what it changed, nothing if it was not to."""
     target = layout.target(target_module.discover(bundle, root=layout.root, role=order.role))
     state, plan = work.make_plan(bundle, target, order.direction, order.level)
-    shown = replace(target, root=Path("/") / layout.prefix)
+    shown = target._replace(root=Path("/") / layout.prefix)
     result = Result(shown, state, plan, image.digest, image.name or "patched", tuple(target.warnings), ())
     if order.dry_run or not plan.operations:
         return result, []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from patchbundle.errors import BundleError
@@ -76,7 +75,7 @@ class Layout:
 
     def target(self, found: Target) -> Target:
         """The target that was found here, with the image's own place of bytecode."""
-        return replace(found, mirrors=(self.tree / self._mirror,) if self._mirror is not None else ())
+        return found._replace(mirrors=(self.tree / self._mirror,) if self._mirror is not None else ())
 
     @contextmanager
     def named_as_in_the_image(self) -> Iterator[None]:
