@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from patchbundle import manifest, scan
 from patchbundle.errors import BundleError
@@ -92,6 +95,12 @@ def test_a_setting_without_quotes_is_found_and_not_repeated(text: str) -> None:
 @pytest.mark.parametrize("text", GOOD)
 def test_not_found(text: str) -> None:
     assert list(scan.scan_bytes("f", text.encode())) == []
+
+
+@pytest.mark.parametrize("pattern", scan._CORE)
+@given(st.data())
+def test_what_is_looked_for_first_is_in_every_match(pattern: re.Pattern[str], data: st.DataObject) -> None:
+    assert re.search(scan._CORE[pattern], data.draw(st.from_regex(pattern)), pattern.flags)
 
 
 HEADS = [b"\x7fELF\x02", b"MZ\x90", b"PK\x03\x04", b"\x1f\x8b\x08", b"!<arch>\n", b"text\nand\0more"]

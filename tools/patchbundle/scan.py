@@ -207,11 +207,26 @@ _RULES: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], str | None]]
 )
 
 
+# What every match of a pattern holds. It begins with a letter of its own, so that it is quick to look for.
+_CORE = {
+    _SECRETS["a credential in a URL"]: r"://[^\s/:@]+:[^\s/@]+@",
+    _IPV4: r"\.[0-9]{1,3}\.[0-9]{1,3}\.",
+    _IPV6: ":[0-9a-fA-F]{0,4}:",
+    _MAIL: r"@(?<=[\w.+-]@)(?:[\w-]+\.)+[a-z]{2}",
+    _URL: "://",
+    _INTERNAL: r"\.(?:internal|intranet|corp|lan|local)\b",
+    _REMOTE: r"@(?<=[\w.-]@)[\w.-]+:[/~]",
+    _PATHS: r"/(?:home|Users|root|data|mnt|nfs|scratch|srv|work|workspace)/",
+}
+
+
 def _scan_text(text: str) -> Iterator[tuple[int, str, str]]:
     """Line, name and words of every finding."""
     # Most texts hold next to nothing: one look at all of one tells which rules are worth a look at each line. What
     # matches in a line matches in the whole, for "^" and "$" stand for a line's ends there too.
-    rules = [rule for rule in _RULES if re.search(rule[1].pattern, text, rule[1].flags | re.MULTILINE)]
+    rules = [
+        rule for rule in _RULES if re.search(_CORE.get(rule[1], rule[1].pattern), text, rule[1].flags | re.MULTILINE)
+    ]
     for number, line in enumerate(text.split("\n") if rules else (), 1):
         for what, pattern, shown in rules:
             for match in pattern.finditer(line):
