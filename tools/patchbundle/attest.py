@@ -10,10 +10,10 @@ from typing import NamedTuple
 from patchbundle import record
 from patchbundle.bases import Base
 from patchbundle.errors import BundleError, Reason
-from patchbundle.identity import ABSENT, Identity
+from patchbundle.identity import ABSENT
 from patchbundle.manifest import Bundle
 from patchbundle.state import State
-from patchbundle.tree import Tree
+from patchbundle.tree import Found, Tree
 
 # Build outputs that may lie in a crate without being a part of it.
 _BYTECODE = frozenset({"__pycache__"})
@@ -35,14 +35,8 @@ class Attestation(NamedTuple):
         return not self.missing and not self.changed
 
 
-class Seen(NamedTuple):
-    """What a survey keeps of a path: everything but the bytes. ``bits`` are the exact permission bits."""
-
-    identity: Identity
-    bits: int | None
-
-
-Survey = Mapping[str, Seen]
+# What stands at each path, without the bytes.
+Survey = Mapping[str, Found]
 # Path -> SHA-256 and size, as a release lists its files.
 Entries = Mapping[str, tuple[str, int]]
 
@@ -52,10 +46,7 @@ def survey(tree: Tree, top: str = "", skip: frozenset[str] = _BYTECODE, limit: i
 
     Of files with more than ``limit`` bytes only kind and size are told: whoever knows what there may be saves the rest.
     """
-    return {
-        path: Seen(found.identity, found.status.st_mode & 0o7777 if found.status is not None else None)
-        for path, found in tree.walk(top, skip, limit, keep=False)
-    }
+    return dict(tree.walk(top, skip, limit, keep=False))
 
 
 def attest(tree: Tree, bundle: Bundle, state: State, level: int, seen: Survey | None = None) -> Attestation:
@@ -180,7 +171,7 @@ def tree_digest(seen: Survey) -> str:
     """One digest of everything in a survey: paths, kinds, exact permission bits and bytes."""
     total = hashlib.sha256()
     for path, item in sorted(seen.items()):
-        bits = "-" if item.bits is None else f"{item.bits:04o}"
+        bits = "-" if item.status is None else f"{item.status.st_mode & 0o7777:04o}"
         line = f"{path}\0{item.identity.kind}\0{bits}\0{item.identity.sha256}\n"
         total.update(line.encode("utf-8", "surrogateescape"))
     return total.hexdigest()

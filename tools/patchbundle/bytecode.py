@@ -141,11 +141,14 @@ def _beside(
     found: list[Cache] = []
     for folder, modules in stems.items():
         above = names.parents(folder) if links_above else []
-        link = next((path for path in (*above, folder) if path and _is_link(tree, path)), None)
+        kinds = {path: _kind(tree, path) for path in (*above, folder) if path}
+        link = next((path for path, kind in kinds.items() if kind == "link"), None)
         # A folder that is a link, or closed, is told of once.
         first = next(iter(modules.values()))
         if link is not None:
             found.append(Cache(tree.root, link, first, "link"))
+            continue
+        if kinds.get(folder) == "absent":
             continue
         try:
             listing = tree.listing(folder)
@@ -166,13 +169,13 @@ def _beside(
     return found
 
 
-def _is_link(tree: Tree, path: str) -> bool:
+def _kind(tree: Tree, path: str) -> str:
     try:
-        return tree.kind(path) == "link"
+        return tree.kind(path)
     except BundleError as error:
         if not isinstance(error.__cause__, PermissionError):
             raise
-        return False
+        return "closed"
 
 
 def _module_of(name: str, modules: Mapping[str, str]) -> str | None:

@@ -15,6 +15,7 @@ import hashlib
 import io
 import re
 from collections.abc import Iterable, Mapping, Set
+from functools import lru_cache
 
 from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import ABSENT, PLAIN, Identity
@@ -65,7 +66,7 @@ def edit(
     kept: list[tuple[bytes, bytes]] = []
     replaced: set[str] = set()
     for content, end in zip(text, ends, strict=True):
-        path = _path_of(content, keys)
+        path = keys.get(_key(content))
         if path is not None:
             if new[path].is_file:
                 content = line(path, new[path])
@@ -163,41 +164,35 @@ def _split(raw: bytes) -> tuple[list[bytes], list[bytes]]:
 
 
 def _keys(paths: Iterable[str]) -> dict[bytes, str]:
-    """Each path as the first field of its line begins, where that needs no quotes."""
     return {path.encode("utf-8"): path for path in paths}
 
 
-def _path_of(content: bytes, keys: Mapping[bytes, str]) -> str | None:
-    """Whose line this is, of the paths in ``keys``."""
-    if content.startswith(b'"'):
-        return keys.get(_path(content).encode("utf-8", "replace"))
-    return keys.get(content.partition(b",")[0])
+def _key(content: bytes) -> bytes:
+    """The path that a line begins with."""
+    if content[:1] != b'"':
+        return content.partition(b",")[0]
+    name, quote, rest = content[1:].partition(b'"')
+    if quote and rest[:1] == b",":
+        # No quote inside, as in nearly all of them: no other one could stand before a comma.
+        return name
+    try:
+        return next(csv.reader([content.decode("utf-8", "replace")]), [""])[0].encode("utf-8")
+    except csv.Error:  # a NUL, or a field of megabytes: a line of nobody's
+        return b""
 
 
 def _lines_of(raw: bytes, paths: Iterable[str]) -> dict[str, list[bytes]]:
-    keys = _keys(paths)
-    found: dict[str, list[bytes]] = {}
+    lines = _lines(raw)
+    return {path: lines[key] for key, path in _keys(paths).items() if key in lines}
+
+
+@lru_cache(maxsize=1)
+def _lines(raw: bytes) -> dict[bytes, list[bytes]]:
+    """The lines by the path that each begins with. A look at a tree asks for those of one RECORD several times."""
+    lines: dict[bytes, list[bytes]] = {}
     for content in _split(raw)[0]:
-        # Of thousands of lines few are ours, and hardly any has quotes.
-        if content.partition(b",")[0] not in keys and content[:1] != b'"':
-            continue
-        path = _path_of(content, keys)
-        if path is not None:
-            found.setdefault(path, []).append(content)
-    return found
-
-
-def _path(content: bytes) -> str:
-    if content.startswith(b'"'):
-        name, quote, rest = content[1:].partition(b'"')
-        if quote and rest.startswith(b","):
-            # No quote inside, as in nearly all of them: no other one could stand before a comma.
-            return name.decode("utf-8", "replace")
-        try:
-            return next(csv.reader([content.decode("utf-8", "replace")]), [""])[0]
-        except csv.Error:  # a NUL, or a field of megabytes: a line of nobody's
-            return ""
-    return content.split(b",", 1)[0].decode("utf-8", "replace")
+        lines.setdefault(_key(content), []).append(content)
+    return lines
 
 
 def found(raw: bytes, path: str) -> Identity:

@@ -65,23 +65,32 @@ class Tree:
         Raises:
             OSError: ELOOP or ENOTDIR where a component is a link or no folder, ENOENT where it is missing.
         """
-        fd = os.dup(self.fd)
+        fd = self._opened(path)
         try:
-            for part in path.split("/") if path else ():
-                # The descriptor of the parent is closed as soon as the child's is there.
-                child = os.open(part, _FOLDER, dir_fd=fd)
-                os.close(fd)
-                fd = child
             yield fd
         finally:
             os.close(fd)
+
+    def _opened(self, path: str) -> int:
+        fd = os.dup(self.fd)
+        for part in path.split("/") if path else ():
+            try:
+                child = os.open(part, _FOLDER, dir_fd=fd)
+            finally:
+                # The descriptor of the parent is closed as soon as the child's is there.
+                os.close(fd)
+            fd = child
+        return fd
 
     @contextmanager
     def parent(self, path: str) -> Iterator[tuple[int, str]]:
         """A descriptor of the folder that holds ``path``, and the last component's name."""
         head, _, name = path.rpartition("/")
-        with self.folder(head) as fd:
+        fd = self._opened(head)
+        try:
             yield fd, name
+        finally:
+            os.close(fd)
 
     def find(self, path: str, limit: int | None = LIMIT, *, keep: bool = True) -> Found:
         """Look at ``path``: read and hash it through one descriptor if it is a plain file of up to ``limit`` bytes.
@@ -168,9 +177,10 @@ def _walk(
 ) -> Iterator[tuple[str, Found]]:
     for name in sorted(os.listdir(fd)):
         path = prefix + name
-        child = _open(fd, name)
-        if isinstance(child, Found):
-            yield path, child
+        try:
+            child = os.open(name, _FILE, dir_fd=fd)
+        except OSError as error:
+            yield path, _not_opened(fd, name, error)
             continue
         # One descriptor tells what it is, and is read or entered.
         try:
@@ -185,26 +195,24 @@ def _walk(
 
 
 def _find(folder: int, name: str, limit: int | None, keep: bool) -> Found:
-    fd = _open(folder, name)
-    if isinstance(fd, Found):
-        return fd
+    try:
+        fd = os.open(name, _FILE, dir_fd=folder)
+    except OSError as error:
+        return _not_opened(folder, name, error)
     try:
         return _look(fd, os.fstat(fd), limit, None if keep else _buffer())
     finally:
         os.close(fd)
 
 
-def _open(folder: int, name: str) -> int | Found:
-    """A descriptor of what stands there; what it is, where it cannot be opened because it is no file or folder."""
-    try:
-        return os.open(name, _FILE, dir_fd=folder)
-    except OSError as error:
-        if error.errno not in _NOT_PLAIN:
-            raise
+def _not_opened(folder: int, name: str, error: OSError) -> Found:
+    """What stands there, where that could not be opened because it is no file or folder; else the error is raised."""
+    kind = "file"
+    if error.errno in _NOT_PLAIN:
         kind = kind_of(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
-        if kind == "file":
-            raise
-        return Found(Identity(kind))
+    if kind == "file":
+        raise error
+    return Found(Identity(kind))
 
 
 def _look(fd: int, status: os.stat_result, limit: int | None, buffer: memoryview | None) -> Found:
@@ -240,8 +248,8 @@ def _read(fd: int, size: int, limit: int | None) -> tuple[list[bytes], str | Non
 def _hash(fd: int, size: int, limit: int | None, buffer: memoryview) -> tuple[None, str | None, int]:
     """As :func:`_read`, without the bytes. New memory for each file would take as long as hashing it."""
     count = got = os.readv(fd, [buffer])
-    # Mostly that is all of it, and one call is cheaper than two.
     total = hashlib.sha256(buffer[:got])
+    # Mostly that was all of it, and one call is cheaper than two.
     while got and not (count == size and got < len(buffer)):
         # It may have grown since its size was taken.
         if limit is not None and count > limit:

@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -110,16 +110,15 @@ def _replaces(state: State, cache: Cache) -> bool:
     return cache.kind == "link" if source is None else cache.replaces(source)
 
 
-def _refuse_bytecode(tree: Tree, state: State, target: Target, changed: Iterable[str] = ()) -> None:
+def _refuse_bytecode(state: State, caches: Iterable[Cache], changed: Set[str] = frozenset()) -> None:
     """Refuse bytecode that hides what stands in the tree, but for plain files of modules that a run changes: it
     drops them.
 
     Raises:
         BundleError: BYTECODE.
     """
-    dropped = set(changed)
-    for cache in bytecode.find(tree, sorted({*_modules(state), *(dropped & set(state.pins.paths))}), target.mirrors):
-        if _replaces(state, cache) and (cache.kind == "link" or cache.module not in dropped):
+    for cache in caches:
+        if _replaces(state, cache) and (cache.kind == "link" or cache.module not in changed):
             raise BundleError(
                 Reason.BYTECODE,
                 str(cache.folder / cache.path),
@@ -199,7 +198,9 @@ def make_plan(
             receipt_data=state.data(state.base.receipt),
             attributes=_own_attributes(opened, state),
         )
-        _refuse_bytecode(opened, state, target, (op.path for op in made.operations))
+        changed = {op.path for op in made.operations}
+        modules = sorted({*_modules(state), *(changed & state.pins.paths.keys())})
+        _refuse_bytecode(state, bytecode.find(opened, modules, target.mirrors), changed)
     return state, made
 
 
@@ -274,12 +275,13 @@ def check_target(bundle: Bundle, target: Target, expect: str | None, full: bool)
                 found="nothing",
                 next_step=f"run: {command('apply', '--root', target.root)}",
             )
-        _refuse_bytecode(tree, state, target)
+        caches = bytecode.find(tree, _modules(state), target.mirrors)
+        _refuse_bytecode(state, caches)
         _refuse_others(state, target)
         attestation = attest.attest(tree, state.bundle, state, level) if full else None
         if attestation is not None:
             _require_attested(target, attestation)
-            _refuse_forged(tree, state, target)
+            _refuse_forged(state, target, caches)
     return state, attestation
 
 
@@ -300,13 +302,12 @@ def _refuse_others(state: State, target: Target) -> None:
         )
 
 
-def _refuse_forged(tree: Tree, state: State, target: Target) -> None:
+def _refuse_forged(state: State, target: Target, caches: Iterable[Cache]) -> None:
     """Refuse bytecode of a pinned module that has its source's digest or time stamp, and is other code.
 
     Raises:
         BundleError: BYTECODE.
     """
-    caches = bytecode.find(tree, _modules(state), target.mirrors)
     for cache in bytecode.forged(caches, target.root, target.python or sys.executable):
         raise BundleError(
             Reason.BYTECODE,
