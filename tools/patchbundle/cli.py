@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -218,6 +217,8 @@ def _router_status(report: Report, bundle: Bundle, path: Path) -> Exit:
 
 
 def _process(process: Process) -> dict[str, Any]:
+    from datetime import datetime, timezone
+
     started = datetime.fromtimestamp(process.started, timezone.utc).isoformat(timespec="seconds")
     return {**process._asdict(), "started": started, "known_by": list(process.known_by)}
 

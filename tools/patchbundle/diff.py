@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -132,18 +133,17 @@ class FileDiff:
             out += hunk.side("+")
             done = end
         out += lines[done:]
+        last = out.pop() if out else b""
+        above = b"".join(out)
         # A line without LF in the middle would be glued to its successor: the diff says it is the last one.
-        if any(not line.endswith(b"\n") for line in out[:-1]):
+        if above.count(b"\n") != len(out):
             raise BundleError(Reason.NEWLINE_MARKER, f"{where}:{self.line_no}: {self.path}")
-        return b"".join(out)
+        return above + last
 
 
 def split_lines(data: bytes) -> list[bytes]:
     """Split at LF and nothing else, each line with its LF. ``bytes.splitlines`` also splits at CR."""
-    parts = data.split(b"\n")
-    tail = parts.pop()
-    lines = [part + b"\n" for part in parts]
-    return [*lines, tail] if tail else lines
+    return io.BytesIO(data).readlines()
 
 
 def _refuse_context(lines: Sequence[bytes], start: int, old: Sequence[bytes], place: str) -> None:
