@@ -53,8 +53,8 @@ class Disk(Tree):
     ) -> None:
         """Write a new file, exactly with these permission bits and this owner, down to the disk.
 
-        It gets the extended attributes (access control lists, labels) of the file ``like``. Without ``sync`` it is
-        the caller's to bring it down to the disk, after others were written (:meth:`sync_file`).
+        It gets the extended attributes (access control lists, labels) of the file ``like`` beside it. Without
+        ``sync`` it is the caller's to bring it down to the disk, after others were written (:meth:`sync_file`).
         """
         with self._naming(path), self.parent(path) as (folder, name):
             fd = self.call("open", path, lambda: os.open(name, _NEW, 0o600, dir_fd=folder))
@@ -67,7 +67,7 @@ class Disk(Tree):
                     self.call("chown", path, lambda: os.fchown(fd, *owner))
                 if like is not None:
                     # While the file is ours to write: attributes of a read-only file cannot be set later.
-                    self._copy_attributes(like, path, fd)
+                    self._copy_attributes(folder, like.rpartition("/")[2], path, fd)
                 # After the writes and the chown: both clear set-id bits. fchmod also ignores the umask.
                 self.call("chmod", path, lambda: os.fchmod(fd, permissions))
                 if sync:
@@ -75,9 +75,8 @@ class Disk(Tree):
             finally:
                 os.close(fd)
 
-    def _copy_attributes(self, source: str, path: str, fd: int) -> None:
-        with self.parent(source) as (folder, name):
-            old = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    def _copy_attributes(self, folder: int, like: str, path: str, fd: int) -> None:
+        old = os.open(like, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         try:
             for attribute in _attributes(old):
                 value = os.getxattr(old, attribute)
@@ -91,12 +90,11 @@ class Disk(Tree):
             os.close(old)
 
     def link(self, old: str, new: str) -> None:
-        with self._naming(new), self.parent(old) as (folder, name), self.parent(new) as (new_folder, new_name):
-            self.call(
-                "link",
-                new,
-                lambda: os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False),
-            )
+        """Both in one folder."""
+        with self._naming(new), self.parent(old) as (folder, name):
+            there = {"src_dir_fd": folder, "dst_dir_fd": folder}
+            new_name = new.rpartition("/")[2]
+            self.call("link", new, lambda: os.link(name, new_name, follow_symlinks=False, **there))
 
     def rename(self, old: str, new: str) -> None:
         """Both in one folder: a rename across folders fails on overlayfs, and across mounts anywhere."""
