@@ -89,6 +89,14 @@ def test_an_insertion_beyond_the_end_is_refused() -> None:
     assert refusal.value.expected == "at least 12 lines"
 
 
+def test_a_line_without_its_end_is_the_last_one() -> None:
+    for lines in ((("+", b"x"), (" ", b"n = 0\n")), (("+", b""), (" ", b"n = 0\n"))):
+        glued = replace(CHANGE, hunks=(Hunk(1, 1, 1, 2, lines, 4),))
+        with pytest.raises(BundleError) as refusal:
+            glued.apply(File(b"n = 0\n"), "p.diff")
+        assert refusal.value.code == "newline-marker"
+
+
 @pytest.mark.parametrize(
     ("diff", "old", "new"),
     [

@@ -68,6 +68,35 @@ def test_a_refusal_names_the_line(before: bytes, after: bytes, line: int, code: 
     assert (error.code, error.where) == (code, f"p.diff:{line}")
 
 
+MODES = b"old mode 100644\nnew mode 100755\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b"diff --git a/f b/f\nindex 1234567..89abcde 120000\n--- a/f\n+++ b/f\n" + HUNK, "special-mode"),
+        (b"diff --git a/xy b/x\n" + MODES, "rename"),
+        (b"diff --git a/xy_b/xy\n" + MODES, "rename"),
+        (b'diff --git a/x "b/y"\n' + MODES, "rename"),
+        (b'diff --git a/x "b/x" \n' + MODES, "rename"),
+    ],
+)
+def test_the_head_of_a_file_is_refused(raw: bytes, code: str) -> None:
+    assert refuse(raw).code == code
+
+
+def test_one_name_of_a_git_line_may_be_quoted_without_need() -> None:
+    for names in (b'a/x "b/x"', b'"a/x" b/x', b'"a/x" "b/x"'):
+        (file,) = parse.parse(b"diff --git " + names + b"\n" + MODES, "p.diff").files
+        assert file.path == "x"
+
+
+@pytest.mark.parametrize("name", [b"x", b"/a/x", b"//x"])
+def test_a_name_has_as_many_leading_components_as_are_taken_off(name: bytes) -> None:
+    error = refuse(b"--- " + name + b"\n+++ " + name + b"\n" + HUNK)
+    assert (error.code, error.expected) == ("name", "a relative name with 1 leading components")
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_a_line_of_a_header_that_ends_with_cr_is_named(number: int) -> None:
     lines = (b"diff --git a/f b/f\nindex 1234567..89abcde 100644\n--- a/f\n+++ b/f\n" + HUNK).split(b"\n")

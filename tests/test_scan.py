@@ -142,6 +142,12 @@ def test_a_name_of_a_made_folder_hides_nothing_elsewhere(path: str, tmp_path: Pa
         scan.check(tmp_path)
 
 
+def test_what_only_looks_like_a_checkout_is_scanned_whole(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "leak").write_text(BAD["an account"][1])
+    assert [finding.path for finding in scan.scan(tmp_path)] == ["leak"]
+
+
 def test_a_checkout_is_scanned_as_it_would_be_published(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / ".gitignore").write_text("/kept-out/\n")

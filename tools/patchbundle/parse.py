@@ -70,15 +70,13 @@ class _Parser:
         self.strip = strip
         *self.lines, tail = raw.decode("latin-1").split("\n")
         self.at = 0
-        if not raw.strip():
-            raise BundleError(Reason.EMPTY, where)
         if tail:
             raise self.refuse(Reason.TRUNCATED, len(self.lines) + 1, found=_show(tail))
 
     def refuse(
         self, reason: Reason, line_no: int, found: str | None = None, expected: str | None = None
     ) -> BundleError:
-        if found is None and 0 < line_no <= len(self.lines):
+        if found is None and line_no <= len(self.lines):
             found = _show(self.lines[line_no - 1])
         return BundleError(reason, f"{self.where}:{line_no}", expected=expected, found=found)
 
