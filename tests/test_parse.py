@@ -59,6 +59,8 @@ def test_a_name_is_refused_with(name: bytes, code: str) -> None:
         (b"", b"+++ b/g\n", 8, "header-order"),
         (b"", b"diff --git a/g b/g\n@@ -1 +1 @@\n-a\n+b\n", 9, "header-order"),
         (b"@@ -1 +1 @@\n", b"", 1, "header-in-message"),
+        (b"note\n--- a line\n", b"", 2, "header-in-message"),
+        (b"note\n--- a line\n*** another\n", b"", 2, "format"),
         (b"", b"@@ -9,0 +9,0 @@\n", 8, "no-change"),
         (b"", b"@@ -9 +9 @@ x\r\n", 8, "line-endings"),
     ],

@@ -51,8 +51,7 @@ class _Entry:
     git: str | None = None
     modes: dict[str, str] | None = None
     index_mode: str | None = None
-    old: str | None = None
-    new: str | None = None
+    names: tuple[str, str] | None = None  # what stands behind "--- " and "+++ "
 
 
 def parse(raw: bytes, where: str, *, strip: int = 1) -> Diff:
@@ -204,11 +203,10 @@ class _Parser:
             raise self.refuse(reason, self.at + 1)
         if self._starts(self.at, "--- "):
             self._refuse_crlf(self.at)
-            entry.old = self.lines[self.at][4:]
             if not self._starts(self.at + 1, "+++ "):
                 raise self.refuse(Reason.HEADER_ORDER, self.at + 1, expected="'+++' after '---'")
             self._refuse_crlf(self.at + 1)
-            entry.new = self.lines[self.at + 1][4:]
+            entry.names = self.lines[self.at][4:], self.lines[self.at + 1][4:]
             self.at += 2
             if not self._starts(self.at, "@@ "):
                 raise self.refuse(Reason.NO_HUNKS, self.at, expected="a hunk after '+++'")
@@ -307,7 +305,7 @@ class _Parser:
             raise self.refuse(Reason.CONTRADICTION, entry.line_no)
         if not hunks and not (creates or deletes or changes_mode):
             raise self.refuse(Reason.NO_HUNKS, entry.line_no)
-        if hunks and entry.old is None:
+        if hunks and entry.names is None:
             raise self.refuse(Reason.HEADER_ORDER, entry.line_no, expected="'---' and '+++' before a hunk")
         path, creates, deletes = self._path(entry, creates, deletes)
         if entry.index_mode and (creates or deletes or changes_mode):
@@ -350,8 +348,8 @@ class _Parser:
     def _path(self, entry: _Entry, creates: bool, deletes: bool) -> tuple[str, bool, bool]:
         place = f"{self.where}:{entry.line_no}"
         old = new = None
-        if entry.old is not None and entry.new is not None:
-            old, new = self._name(entry.old, place), self._name(entry.new, place)
+        if entry.names is not None:
+            old, new = (self._name(text, place) for text in entry.names)
             if old is None and new is None:
                 raise self.refuse(Reason.CONTRADICTION, entry.line_no, found="/dev/null on both sides")
             if entry.modes is not None and (creates != (old is None) or deletes != (new is None)):
