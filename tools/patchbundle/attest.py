@@ -87,7 +87,7 @@ def survey_of(tree: Tree, base: Base, expected: Entries) -> Survey:
 def differences(tree: Tree, seen: Survey, expected: Entries, apart: Set[str]) -> tuple[list[str], list[str]]:
     """Which of the release's files are missing, and which are changed; those ``apart`` are not looked at."""
     missing, changed = [], []
-    for path, (digest, size) in sorted(expected.items()):
+    for path, (digest, size) in expected.items():
         if path in apart:
             continue
         found = seen.get(path)
@@ -96,7 +96,7 @@ def differences(tree: Tree, seen: Survey, expected: Entries, apart: Set[str]) ->
             missing.append(path)
         elif (identity.sha256, identity.size) != (digest, size):
             changed.append(path)
-    return missing, changed
+    return sorted(missing), sorted(changed)
 
 
 def differs(root: Path, paths: Sequence[str], expected: str, next_step: str) -> BundleError:

@@ -60,8 +60,10 @@ def edit(
         BundleError: RECORD, if a line of one of the paths is not as ``old`` says.
     """
     check(raw, old, where, released)
-    text, ends = _split(raw)
     changed = {path for path in old if old[path] != new[path]}
+    if not changed:
+        return raw
+    text, ends = _split(raw)
     keys = _keys(changed)
     kept: list[tuple[bytes, bytes]] = []
     replaced: set[str] = set()
