@@ -43,11 +43,13 @@ class Measure:
         about: one line for the docs.
         of: takes the results and the names; a name may carry a selection: ``send.retracted`` or ``send.kept`` of
             the requests, ``send.cp2`` of the transfers.
+        signed: whether the number may be below 0.
     """
 
     about: str
     arguments: int
     of: Callable[[Results, Sequence[str]], float]
+    signed: bool = False
 
 
 class NothingToMeasure(Exception):
@@ -342,7 +344,7 @@ MEASURES: dict[str, Measure] = {
     "different_texts": Measure("requests whose texts differ, failed ones included", 2, _different_texts),
     "logprob": Measure("largest difference of a log-probability before the first differing token", 2, _logprob),
     "first_difference": Measure("smallest index of a differing token", 2, _first_difference),
-    "errors": Measure("requests that failed", 1, _errors),
+    "errors": Measure("requests that failed, also for their client gave up", 1, _errors),
     "done": Measure("requests that brought text", 1, _done),
     "accept": Measure("tokens a verification step", 1, _accept),
     "retractions": Measure("retractions of all requests", 1, _retractions),
@@ -355,7 +357,7 @@ MEASURES: dict[str, Measure] = {
     "blocks": Measure("blocks of P's largest transfer call", 1, _blocks),
     "bytes": Measure("bytes of KV that P sent", 1, _bytes),
     "index_bytes": Measure("bytes of index keys that P sent", 1, _index_bytes),
-    "saved_bytes": Measure("bytes of KV of the first send minus those of the second", 2, _saved_bytes),
+    "saved_bytes": Measure("bytes of KV of the first send minus those of the second", 2, _saved_bytes, True),
     "transfer_calls": Measure("transfer calls of P with KV", 1, _transfer_calls),
     "lost": Measure("accepted tokens thrown away at retractions", 1, _lost),
     "rows_behind": Measure(
@@ -366,7 +368,7 @@ MEASURES: dict[str, Measure] = {
         "tokens a step of the first send over those of the same requests in the second", 2, _accept_kept
     ),
     "extra_steps": Measure(
-        "steps more than the same requests took in the second send, for each retraction", 2, _extra_steps
+        "steps more than the same requests took in the second send, for each retraction", 2, _extra_steps, True
     ),
     "jumps": Measure("pages of a retracted request that do not follow the one before, the most", 1, _jumps),
     "sources": Measure("ranks of P that sent KV", 1, _sources),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,11 @@ def parse_hold(text: str) -> Hold:
         raise RigError("scenario", f"{text!r}: no measure {measure!r}; known: {', '.join(sorted(MEASURES))}")
     if len(arguments) != MEASURES[measure].arguments:
         raise RigError("scenario", f"{text!r}: {measure} takes {MEASURES[measure].arguments} names")
-    return Hold(text.strip(), measure, arguments, operator, float(bound))
+    hold = Hold(text.strip(), measure, arguments, operator, float(bound))
+    # No measure but the signed ones is ever below 0.
+    if not MEASURES[measure].signed and operator in (">", ">=") and hold.compare(0.0):
+        raise RigError("scenario", f"{text!r} holds whatever is measured")
+    return hold
 
 
 def _send(entry: Mapping[str, Any], where: str, before: Mapping[str, Step]) -> Send:
@@ -215,6 +219,28 @@ def _send(entry: Mapping[str, Any], where: str, before: Mapping[str, Step]) -> S
     if send.prefix > send.length:
         raise RigError("scenario", f"{where}: the shared prefix is longer than the prompt")
     return send
+
+
+def _need_an_end(where: str, send: Send, holds: Sequence[Hold]) -> None:
+    """Refuse to count the failed requests of ``send`` alone: one whose client gave up waiting is a failed one too.
+
+    Raises:
+        RigError: kind ``scenario``.
+    """
+    about = [hold for hold in holds if hold.arguments[0].partition(".")[0] == send.name]
+    # Who ended by words that were asked for took the requests with it.
+    if send.says or not any(hold.measure == "errors" and not hold.compare(0.0) for hold in about):
+        return
+    if not any(hold.measure == "told" and hold.operator == "==" and hold.bound > 0 for hold in about):
+        seconds = [hold for hold in about if hold.measure == "seconds"]
+        ended = any(hold.operator in ("<", "<=") and hold.bound < send.timeout for hold in seconds)
+        left = any(hold.operator in (">", ">=") and hold.bound >= send.timeout for hold in seconds)
+        if not (ended or left):
+            raise RigError(
+                "scenario",
+                f"{where}: errors({send.name}) would also count clients that gave up after {send.timeout:g} s; "
+                f"add told({send.name}) == N, or seconds({send.name}) below or from that time on",
+            )
 
 
 def _known(entry: Mapping[str, Any], keys: set[str], where: str) -> None:
@@ -271,6 +297,9 @@ def parse(name: str, text: str) -> Scenario:
         for argument in hold.arguments:
             if argument.partition(".")[0] not in named:
                 raise RigError("scenario", f"scenario {name}: {hold.text!r} names no send or drain {argument!r}")
+    for step in steps:
+        if isinstance(step, Send):
+            _need_an_end(f"scenario {name}", step, holds)
     if "boot" not in data:
         raise RigError("scenario", f"scenario {name}: it names no boot")
     return Scenario(name, str(data.get("about", "")), str(data["boot"]), tuple(steps), holds)

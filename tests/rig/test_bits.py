@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from lab.rig.errors import RigError
 from lab.rig.lists import Entry
 from lab.rig.measure import Result
 from lab.rig.scenario import Send
+from lab.rig.tree import REPOSITORY
 
 BOOT = """
 about = "x"
@@ -152,6 +154,24 @@ def test_every_shipped_scenario_that_can_be_the_same_twice_is_compared_without_i
     assert set(scenario.names()) - compared == {"router-lost", "recovery", "misfit-cp"}
     for made in bits.without_gates(lists.full()):
         assert not any(faults.VARIABLE in part.env for part in made.boot.parts)
+
+
+def test_the_page_tells_of_every_boot_that_is_compared_without_its_gates_what_was_run() -> None:
+    page = (REPOSITORY / "docs" / "rig.md").read_text(encoding="utf-8")
+    section = page.partition("### Bit for bit, measured")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| `([\w-]+)` \| (.+) \| (\d+) \| (\d+) \| (\d+ of \d+|not run) \|$", section, re.MULTILINE)
+    made = {one.boot.name: one for one in bits.without_gates(lists.full())}
+    assert sorted(name for name, *_ in told) == sorted(made)
+    run = [0, 0]
+    for name, names, count, requests, result in told:
+        steps = [step for one in made[name].scenarios for step in one.steps if isinstance(step, Send)]
+        assert sorted(re.findall(r"`([\w-]+)`", names)) == sorted(one.name for one in made[name].scenarios)
+        assert (int(count), int(requests)) == (len(steps), sum(step.count for step in steps)), name
+        assert result in (f"{count} of {count}", "not run")
+        run = [run[0] + int(count), run[1] + int(requests)] if result != "not run" else run
+    assert f"All {run[0]} sends with {run[1]} requests that were run" in section
+    compared = {one.name for entry in made.values() for one in entry.scenarios}
+    assert all(f"`{name}`" in section for name in set(scenario.names()) - compared)
 
 
 def test_a_shipped_engine_that_stock_cannot_be_is_marked_so() -> None:

@@ -14,7 +14,7 @@ from lab.router.build import BuildError
 from tests.rig.test_scenarios import BOOT as PLAIN
 
 BOOT = PLAIN.replace('prefill = ["P"]', 'prefill = ["P-refuses"]').replace('of = "P"', 'of = "P"\nseconds = 0.5')
-SCENARIO = 'about = "x"\nboot = "b"\nhold = ["errors(one) == 1"]\n[[step]]\nsend = "one"\nto = ["R"]\n'
+SCENARIO = 'about = "x"\nboot = "b"\nhold = ["told(one) == 1"]\n[[step]]\nsend = "one"\nto = ["R"]\n'
 
 
 def test_a_router_names_its_build_and_a_refuser_among_its_prefill_engines() -> None:

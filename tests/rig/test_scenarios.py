@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lab.rig import boot, faults, lists, runner, scenario
+from lab.rig import boot, engine, faults, lists, runner, scenario, tree
+from lab.rig.boot import Part
 from lab.rig.errors import RigError
 from lab.rig.measure import MEASURES
-from lab.rig.scenario import Drain, Refusal, Send, Turn
+from lab.rig.scenario import Drain, Refusal, Scenario, Send, Turn
 
 BOOT = """
 about = "x"
@@ -146,6 +150,13 @@ def test_what_was_done_to_engines_in_a_send_is_not_done_again() -> None:
         ("done(one) == 3", "dune(one) == 3", "no measure 'dune'"),
         ("done(one) == 3", "done(one, two) == 3", "takes 1 names"),
         ("done(one) == 3", "done(three) == 3", "names no send"),
+        ("done(one) == 3", "done(one) >= 0", "holds whatever is measured"),
+        ("done(one) == 3", "done(one) > -1", "holds whatever is measured"),
+        ("done(one) == 3", "errors(one) == 3", r"gave up after 400 s; add told\(one\) == N"),
+        ("done(one) == 3", "errors(one) >= 1", "gave up after 400 s"),
+        ("done(one) == 3", 'errors(one) == 3", "told(one) == 0', "gave up after 400 s"),
+        ("done(one) == 3", 'errors(one) == 3", "seconds(one) <= 400', "gave up after 400 s"),
+        ("done(one) == 3", 'errors(one) == 3", "seconds(one) >= 300', "gave up after 400 s"),
         ('boot = "b"', "", "names no boot"),
         ('send = "two"\nagain = "one"', 'sned = "two"', "neither send, drain, turn nor refusal"),
         ('send = "two"\nagain = "one"\nto = ["R"]', 'turn = "round"', "turn = one of apply, revert"),
@@ -161,6 +172,30 @@ def test_a_scenario_file_with_a_mistake_is_refused(old: str, new: str, told: str
     assert old in SCENARIO
     with pytest.raises(RigError, match=told):
         scenario.parse("s", SCENARIO.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        'errors(one) == 3", "told(one) == 3',
+        'errors(one) == 3", "seconds(one) <= 30',
+        'errors(one) == 3", "seconds(one) >= 400',
+        "errors(one) == 0",
+        "errors(one) < 1",
+    ],
+)
+def test_failed_requests_that_were_told_or_ended_in_time_or_whose_clients_are_to_leave_are_counted(more: str) -> None:
+    assert scenario.parse("s", SCENARIO.replace("done(one) == 3", more, 1)).holds
+
+
+def test_failed_requests_of_an_engine_that_ended_by_its_own_words_are_counted() -> None:
+    text = SCENARIO.replace("done(one) == 3", "errors(one) == 3").replace("new = 7", 'new = 7\nkill = "D"\nsays = "x"')
+    assert scenario.parse("s", text).holds
+
+
+def test_what_may_be_below_nothing_may_be_held_from_there_on() -> None:
+    assert scenario.parse_hold("saved_bytes(one, two) >= -1").bound == -1
+    assert scenario.parse_hold("extra_steps(one, two) >= 0").bound == 0
 
 
 @pytest.mark.parametrize("text", ['boot = "b"\nhold = ["done(a) == 1"]'])
@@ -256,6 +291,108 @@ def test_every_planted_fault_runs_in_an_engine_of_its_own_and_is_measured_there(
                 assert measured >= set(sends)
                 seen.add(part.env[faults.VARIABLE])
     assert seen == set(faults.FAULTS)
+
+
+# A gate that only checks what the ranks have selected.
+CHECK = "SGLANG_RESEARCH_DSA_DCP_CHECK"
+
+
+def _without_fault(part: Part) -> Part:
+    env = {name: value for name, value in part.env.items() if name != faults.VARIABLE}
+    gates = {name: value for name, value in part.gates.items() if name != CHECK}
+    return replace(part, name="", env=env, gates=gates)
+
+
+def _parts(one: Scenario, send: Send) -> list[Part]:
+    parts = {part.name: part for part in boot.load(one.boot).parts}
+    return [parts[name] for name in send.to if name in parts]
+
+
+def _is_control(right: Send, faulty: Send) -> bool:
+    """Whether ``right`` sends all prompts of ``faulty``, for no fewer tokens: the first ones of a text are the same."""
+    same = ("seed", "length", "vary", "prefix", "gathered")
+    return (
+        right.count >= faulty.count
+        and right.new >= faulty.new
+        and all(getattr(right, key) == getattr(faulty, key) for key in same)
+    )
+
+
+def test_texts_that_a_planted_fault_turns_are_right_without_it() -> None:
+    """The same requests to the same engines without the fault bring the right texts, or are what they differ from."""
+    found: set[str] = set()
+    controls = [
+        (other, right)
+        for other in map(scenario.load, scenario.names())
+        for right in other.steps
+        if isinstance(right, Send)
+        and any(
+            hold.measure == "same_texts"
+            and right.name in hold.arguments
+            and hold.operator == "=="
+            and hold.bound == right.count
+            for hold in other.holds
+        )
+    ]
+    for one in map(scenario.load, scenario.names()):
+        turned = {
+            argument.partition(".")[0]
+            for hold in one.holds
+            if hold.measure == "different_texts"
+            for argument in hold.arguments
+        }
+        for faulty in (step for step in one.steps if isinstance(step, Send) and step.name in turned):
+            parts = _parts(one, faulty)
+            planted = {part.env[faults.VARIABLE] for part in parts if faults.VARIABLE in part.env}
+            bare = list(map(_without_fault, parts))
+            beside = [
+                (one, step) for step in one.steps if isinstance(step, Send) and step.name in turned - {faulty.name}
+            ]
+            if planted and not any(
+                _is_control(right, faulty)
+                and not any(faults.VARIABLE in part.env for part in _parts(other, right))
+                and list(map(_without_fault, _parts(other, right))) == bare
+                for other, right in controls + beside
+            ):
+                found |= {f"{one.name} {faulty.name}"}
+    # Their control, dsa-dcp, has other prompts.
+    assert found == {"dsa-dcp-faults foreign", "dsa-dcp-faults base"}
+
+
+def test_a_decode_engine_whose_prefill_is_killed_looks_after_it_as_the_release_does() -> None:
+    """Else what a scenario tells of a stock D would be the harness's: see ``lab.rig.engine.ENVIRONMENT``."""
+    seen = set()
+    for one in map(scenario.load, scenario.names()):
+        which = boot.load(one.boot)
+        parts = {part.name: part for part in which.parts}
+        behind = {router.name: router.decode for router in which.routers}
+        for step in one.steps:
+            if isinstance(step, Send) and step.kill in parts and parts[step.kill].mode == "prefill":
+                for name in (name for to in step.to for name in behind.get(to, (to,))):
+                    if parts[name].mode == "decode":
+                        seen.add(one.name)
+                        assert parts[name].env["SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE"] == "2"
+                        assert parts[name].env["SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"] == "5"
+    assert seen == {"killed", "router-faults"}
+
+
+def test_every_variable_that_the_rig_sets_is_named_in_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(os.environ) - {"PATH"}:
+        monkeypatch.delenv(name)
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 1}')
+    names: set[str] = set()
+    for role, release in tree.RELEASES.items():
+        one = engine.Engine("E", role, role, tree.Tree(role, tmp_path, release), tmp_path, tmp_path, 1, 2)
+        names |= set(engine.engine_spec(one, tmp_path).env)
+        names |= set(engine.router_spec("R", tmp_path, 1, 2, [], [], tmp_path).env)
+    for path in boot.FOLDER.glob("*.toml"):
+        which = boot.load(path.stem)
+        names |= {name for part in which.parts for name in part.env}
+        names |= {name for router in which.routers for name in router.env}
+    page = (tree.REPOSITORY / "docs" / "rig.md").read_text(encoding="utf-8")
+    assert {name for name in names - {"PATH"} if not re.search(rf"`{name}( ?=[^`]*)?`", page)} == set()
+    dropped = page.partition("names that begin with")[2].partition("are dropped")[0]
+    assert set(re.findall(r"`(\w+)`", dropped)) == set(engine._DROP)
 
 
 def test_every_measure_is_told_in_words() -> None:
