@@ -50,6 +50,7 @@ def test_a_name_is_refused_with(name: bytes, code: str) -> None:
     ("before", "after", "line", "code"),
     [
         (b"", b"junk\n", 8, "trailing-junk"),
+        (b"", b"rename from g\n", 8, "rename"),
         (b"", b"\\ No newline at end of file\n\\ No newline at end of file\n", 9, "newline-marker"),
         (b"", b"@@ -9,3 +9,3 @@\n a\nGIT binary patch\n", 10, "binary"),
         (b"note\n\n", b"junk\n", 10, "trailing-junk"),
