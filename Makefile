@@ -56,7 +56,7 @@ rig-env: $(VENV)/test.stamp ## the two engine environments (19 GB, cached)
 rig: rig-env ## the whole deployment on this CPU, stock beside patched: the short list
 	$(BIN)/python tools/rig.py compare --list short
 
-rig-full: rig-env ## every scenario, and every one again with all gates unset against stock
+rig-full: router rig-env ## every scenario, and every one again with all gates unset against stock
 	$(BIN)/python tools/rig.py compare --list full
 	$(BIN)/python tools/rig.py compare --list full --gates-off
 	$(BIN)/python -m lab.rig.gpu.two --cpu --out build/two-cpu.json

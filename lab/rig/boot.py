@@ -85,7 +85,11 @@ class RefuserPart:
 
 @dataclass(frozen=True)
 class Boot:
-    """One set of engines, with their routers."""
+    """One set of engines, with their routers.
+
+    Attributes:
+        memory: MiB of proportional set sizes that all of it was seen to take; 0 where that was not measured.
+    """
 
     name: str
     about: str
@@ -93,6 +97,7 @@ class Boot:
     parts: tuple[Part, ...]
     routers: tuple[RouterPart, ...] = ()
     refusers: tuple[RefuserPart, ...] = ()
+    memory: int = 0
 
     def part(self, name: str) -> Part:
         """The engine called ``name``.
@@ -171,7 +176,7 @@ def parse(name: str, text: str) -> Boot:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RigError("scenario", f"boot {name}: {error}") from error
-    unknown = set(data) - {"about", "model", "engine", "router", "refuser"}
+    unknown = set(data) - {"about", "model", "memory", "engine", "router", "refuser"}
     if unknown:
         raise RigError("scenario", f"boot {name}: unknown keys {sorted(unknown)}")
     model = str(data.get("model", ""))
@@ -213,7 +218,11 @@ def parse(name: str, text: str) -> Boot:
         )
     if not parts:
         raise RigError("scenario", f"boot {name} has no engine")
-    return Boot(name, str(data.get("about", "")), model, tuple(parts.values()), tuple(routers), tuple(refusers))
+    memory = data.get("memory", 0)
+    if type(memory) is not int or memory < 0:
+        raise RigError("scenario", f"boot {name}: memory = {memory!r}, where a number of MiB is needed")
+    about = str(data.get("about", ""))
+    return Boot(name, about, model, tuple(parts.values()), tuple(routers), tuple(refusers), memory)
 
 
 def load(name: str, folder: Path = FOLDER) -> Boot:

@@ -388,25 +388,31 @@ def compare(
     for entry in entries:
         # All of them now: a boot that cannot be is not to end a run that has gone on for half an hour.
         runner.need(entry.boot, runner.needed(entry.boot, entry.scenarios))
+    for entry in entries:
+        for one in (entry.boot, bits.patched(entry.boot)) if gates_off else (entry.boot,):
+            runner.need_builds(one, runner.needed(one, entry.scenarios), router, output.progress)
     found = trees.gather(named, wanted, allow_drift, output.progress)
     reports: list[runner.Report] = []
     for entry in entries:
         told = len(reports)
         output.progress(f"boot {entry.boot.name}: {', '.join(one.name for one in entry.scenarios)}")
-        if gates_off or twice:
-            other = bits.patched(entry.boot) if gates_off else bits.again(entry.boot)
-            reports += bits.run_twice(entry.boot, other, entry.scenarios, found, router, output.progress)
-            _tell(output, reports[told:])
-            continue
         planted = {part.name: {faults.VARIABLE: fault} for part in entry.boot.parts if part.tree == "patched"}
-        reports.append(
-            runner.run_boot(entry.boot, entry.scenarios, found, router, output.progress, planted if fault else None)
-        )
+        run = (entry.boot, entry.scenarios, found, router, output.progress)
+        try:
+            if gates_off or twice:
+                other = bits.patched(entry.boot) if gates_off else bits.again(entry.boot)
+                reports += bits.run_twice(run[0], other, *run[1:])
+            else:
+                reports.append(runner.run_boot(*run, planted if fault else None))
+        except RigError as error:
+            # What the others brought, and will bring, is not lost with it.
+            reports.append(runner.not_run(entry.boot, entry.scenarios, error))
         _tell(output, reports[told:])
-    if which == "short":
-        for report in (one for one in reports if one.memory > lists.MOST_MEMORY):
-            hold = f"memory <= {lists.MOST_MEMORY >> 20} MiB"
-            report.lines.append(runner.Line("the short list", hold, report.memory >> 20, False))
+    if which:
+        most = lists.MOST_MEMORY[which]
+        for report in (one for one in reports if one.memory > most):
+            hold = f"memory <= {most >> 20} MiB"
+            report.lines.append(runner.Line(f"the {which} list", hold, report.memory >> 20, False))
     for line in (*table.requests(reports), "", *table.lines(reports)):
         output.say(line)
     green = all(report.green for report in reports)

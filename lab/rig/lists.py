@@ -14,8 +14,8 @@ from lab.rig.scenario import Scenario
 
 SHORT = Path(__file__).with_name("short.toml")
 MOST_BOOTS = 6
-# Bytes that a boot of the short list may take, as a proportional set size.
-MOST_MEMORY = 12 << 30
+# Bytes that a boot of each list may take, as a proportional set size.
+MOST_MEMORY = {"short": 12 << 30, "full": 18 << 30}
 
 
 @dataclass(frozen=True)

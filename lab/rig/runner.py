@@ -160,10 +160,29 @@ def need(boot: Boot, only: set[str] | None = None) -> None:
         RigError: kinds ``memory``, ``disk``, ``model``.
     """
     parts = [part for part in boot.parts if only is None or part.name in only]
-    deployment.need_memory(len(parts), sum(part.tp for part in parts))
+    routers = [router for router in boot.routers if only is None or router.name in only]
+    if boot.memory and len(parts) == len(boot.parts) and len(routers) == len(boot.routers):
+        available = deployment.available_memory()
+        if available < boot.memory << 20:
+            told = f"boot {boot.name} takes {boot.memory} MiB of memory, {available >> 20} MiB are free"
+            raise RigError("memory", told)
+    else:
+        # A router with what it holds of its engines takes half of one.
+        deployment.need_memory(len(parts) + len(routers), sum(part.tp for part in parts))
     cache.need_disk(deployment.runs_folder(), deployment.DISK, "a run")
     for model in sorted({part.model for part in parts}):
         models.ensure(model, cache.ensure)
+
+
+def need_builds(boot: Boot, only: set[str], router: str, say: Say = lambda text: None) -> None:
+    """Build the routers that a boot names, if they are not in the cache: now, and not in the middle of a list.
+
+    Raises:
+        RigError: kind ``router``; one cannot be built.
+    """
+    for build in sorted({one.build or router for one in boot.routers if one.name in only} & {"stock", "patched"}):
+        say(f"router {build}: in the cache, or built now")
+        engine.router_package(build, Path(), Path())
 
 
 def start(
@@ -497,6 +516,12 @@ def turn_trees(own: Trees, verb: str, say: Say) -> None:
             say(f"{role} own: {verb}, now {level}")
 
 
+def not_run(boot: Boot, scenarios: Sequence[Scenario], error: RigError) -> Report:
+    """The report of a boot whose engines did not start."""
+    note = f"{error.kind}: {error}"
+    return Report(boot.name, [Line(scenario.name, "the engines start", None, False, note) for scenario in scenarios])
+
+
 def run_boot(
     boot: Boot,
     scenarios: Sequence[Scenario],
@@ -528,9 +553,7 @@ def run_boot(
                 raise
             for line in error.tail:
                 say("  " + line)
-            note = f"{error.kind}: {error}"
-            report.lines += [Line(scenario.name, "the engines start", None, False, note) for scenario in scenarios]
-            return report
+            return not_run(boot, scenarios, error)
         report.folder = running.deployment.folder
         report.start_s = time.monotonic() - began
         state = running.deployment.state()

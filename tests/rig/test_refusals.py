@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import hashlib
 import json
 import os
+import re
 import runpy
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -296,6 +299,29 @@ def test_a_python_without_the_packages_or_too_old_for_the_rig_is_told_so_in_one_
     assert refused((3, 12), []) == ""
 
 
+def test_a_machine_without_the_transfer_engines_libraries_is_refused_with_the_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment, "LIBRARIES", {"there": "libthere1", "no-such-one": "libnosuch1"})
+    with pytest.raises(RigError, match="missing Debian packages: libnosuch1; run: make system-deps") as caught:
+        environment.need_libraries(lambda name: "lib" if name == "there" else None)
+    assert caught.value.kind == "library"
+    environment.need_libraries(lambda name: "lib")
+    # The loader may find what the look-up does not.
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    environment.need_libraries(lambda name: None)
+
+
+def test_every_verb_that_makes_an_environment_needs_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def need() -> None:
+        raise RigError("library", "none")
+
+    monkeypatch.setattr(environment, "need_libraries", need)
+    monkeypatch.setattr(environment, "need_python", lambda: None)
+    with pytest.raises(RigError, match="none"):
+        environment.ensure("0.5.17", lambda text: None)
+
+
 def test_every_pin_has_a_hash_and_torch_is_the_release_that_the_engine_needs() -> None:
     for release, torch in (("0.5.17", "2.11.0"), ("0.5.19", "2.13.0")):
         one = environment.ENVIRONMENTS[release]
@@ -414,7 +440,7 @@ def test_an_engine_gets_its_tree_first_and_nothing_from_the_callers_switches(
     assert spec.env["PYTHONPATH"].split(":")[0] == str(found.root) and "/elsewhere" not in spec.env["PYTHONPATH"]
     assert "SGLANG_RESEARCH_X" not in spec.env and spec.env["GATE"] == "1"
     assert spec.argv[-1] == "--flag" and "--disaggregation-mode=decode" in spec.argv
-    assert spec.env["PATCHBUNDLE_RIG_TREE"] == str(found.root)
+    assert spec.env["PATCHBUNDLE_RIG_TREE"] == str(found.root) and spec.env["PATCHBUNDLE_RIG_LEASH"] == "1"
 
 
 def test_a_model_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
@@ -580,7 +606,7 @@ def test_a_cache_folder_that_cannot_be_is_a_named_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PATCHBUNDLE_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(deployment, "need_memory", lambda engines, ranks: None)
+    monkeypatch.setattr(deployment, "available_memory", lambda *_: 1 << 40)
     code, told = run_cli(*words)
     if words[0] in ("status", "down"):
         assert code == 3
@@ -592,7 +618,7 @@ def test_a_port_that_is_taken_or_nobodys_a_router_and_a_model_are_refused_before
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trees, "gather", lambda *_, **__: pytest.fail("looked at trees"))
-    monkeypatch.setattr(deployment, "need_memory", lambda engines, ranks: None)
+    monkeypatch.setattr(deployment, "available_memory", lambda *_: 1 << 40)
     with socket.socket() as holder:
         holder.bind((ports.HOST, 0))
         holder.listen()
@@ -614,33 +640,108 @@ def test_of_a_list_the_boot_that_needs_more_memory_than_there_is_ends_it_before_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trees, "gather", lambda *_, **__: pytest.fail("looked at trees"))
-    most = max(sum(part.tp for part in boot.load(name).parts) for name in ("mla", "cp8"))
-
-    def need(engines: int, ranks: int) -> None:
-        if ranks >= most:
-            raise RigError("memory", "too little")
-
-    monkeypatch.setattr(deployment, "need_memory", need)
+    mla, cp8 = (boot.load(name).memory for name in ("mla", "cp8"))
+    monkeypatch.setattr(deployment, "available_memory", lambda *_: (cp8 << 20) - 1)
     code, told = run_cli("compare", "mla-router", "cp8")
-    assert (code, told["error"]["error"]) == (1, "memory")
-    monkeypatch.setattr(deployment, "need_memory", lambda engines, ranks: None)
+    assert (code, told["error"]["error"]) == (1, "memory") and mla < cp8
+    assert told["error"]["message"] == f"boot cp8 takes {cp8} MiB of memory, {cp8 - 1} MiB are free"
+    monkeypatch.setattr(deployment, "available_memory", lambda *_: 1 << 40)
     monkeypatch.setattr(deployment, "DISK", 10**18)
     code, told = run_cli("compare", "mla-router")
     assert (code, told["error"]["error"]) == (1, "disk")
 
 
 @pytest.mark.parametrize(("above", "code"), [(0, 0), (1 << 20, 1)])
-def test_a_boot_of_the_short_list_that_takes_more_memory_than_allowed_is_red(
-    monkeypatch: pytest.MonkeyPatch, above: int, code: int
+@pytest.mark.parametrize(("which", "most"), [("short", 12288), ("full", 18432)])
+def test_a_boot_of_a_list_that_takes_more_memory_than_allowed_is_red(
+    monkeypatch: pytest.MonkeyPatch, which: str, most: int, above: int, code: int
 ) -> None:
     line = runner.Line("s", "done(a) == 1", 1.0, True)
     monkeypatch.setattr(runner, "need", lambda boot, only: None)
     monkeypatch.setattr(trees, "gather", lambda *_, **__: {})
-    memory = lists.MOST_MEMORY + above
+    monkeypatch.setattr(runner, "need_builds", lambda *_: None)
+    memory = (most << 20) + above
     monkeypatch.setattr(runner, "run_boot", lambda which, *_: runner.Report(which.name, [line], memory=memory))
-    result = CliRunner().invoke(main, ["compare", "--list", "short"])
+    result = CliRunner().invoke(main, ["compare", "--list", which])
     assert result.exit_code == code
-    assert ("memory <= 12288 MiB" in result.stdout) == bool(above)
+    assert (f"memory <= {most} MiB" in result.stdout) == bool(above)
+
+
+def test_a_router_that_cannot_be_built_ends_a_list_before_a_tree_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def package(build: str, folder: Path, python: Path) -> None:
+        built.append(build)
+        if build == "patched":
+            raise RigError("router", "no Rust here")
+
+    monkeypatch.setattr(trees, "gather", lambda *_, **__: pytest.fail("looked at trees"))
+    monkeypatch.setattr(runner, "need", lambda boot, only: None)
+    monkeypatch.setattr(engine, "router_package", package)
+    # The first boot needs none that is built.
+    code, told = run_cli("compare", "mla-router", "router-lost")
+    assert (code, told["error"]["error"], built) == (1, "router", ["patched"])
+    # Without gates the routers are stock ones, and then patched ones.
+    built.clear()
+    code, told = run_cli("compare", "router-faults", "--gates-off")
+    assert (code, told["error"]["error"], built) == (1, "router", ["stock", "patched"])
+
+
+def test_a_boot_that_is_refused_in_the_middle_of_a_list_is_red_and_the_others_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_boot(which: boot.Boot, *rest: object) -> runner.Report:
+        if which.name == "pack":
+            raise RigError("memory", "somebody took it")
+        return runner.Report(which.name, [runner.Line("s", "done(a) == 1", 1.0, True)])
+
+    monkeypatch.setattr(runner, "need", lambda boot, only: None)
+    monkeypatch.setattr(trees, "gather", lambda *_, **__: {})
+    monkeypatch.setattr(runner, "run_boot", run_boot)
+    out = tmp_path / "out.json"
+    code, told = run_cli("compare", "mla-router", "bounded-pack", "chunks", f"--out={out}")
+    assert code == 1 and json.loads(out.read_text()) == told["result"] and not told["result"]["green"]
+    lines = {one["boot"]: one["lines"] for one in told["result"]["boots"]}
+    assert [name for name in lines if all(line["holds"] for line in lines[name])] == ["mla", "chunks"]
+    assert lines["pack"][0]["note"] == "memory: somebody took it"
+
+
+@pytest.mark.parametrize("memory", ['"1"', "-1", "true", "1.5"])
+def test_a_boot_whose_memory_is_no_number_of_mib_is_refused(memory: str) -> None:
+    text = f'model = "mla"\nmemory = {memory}\n[engine.P]\nrole = "prefill"\n'
+    with pytest.raises(RigError, match="a number of MiB"):
+        boot.parse("b", text)
+
+
+def test_what_a_boot_was_seen_to_take_is_what_it_needs_and_of_others_routers_count_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(deployment, "need_memory", lambda engines, ranks: asked.append((engines, ranks)))
+    monkeypatch.setattr(deployment, "available_memory", lambda *_: 1 << 40)
+    monkeypatch.setattr(models, "ensure", lambda name, make: None)
+    which = boot.load("router-faults")
+    runner.need(which)
+    assert asked == []
+    # Some of its engines alone; and one that nobody has seen.
+    runner.need(which, {"P", "D", "stock", "strict"})
+    runner.need(replace(which, memory=0))
+    assert asked == [(4, 2), (10, 4)]
+
+
+def test_no_shipped_boot_takes_more_than_a_list_may_or_less_than_was_seen() -> None:
+    seen: dict[str, int] = {}
+    page = (tree.REPOSITORY / "docs" / "rig.md").read_text(encoding="utf-8")
+    told = re.findall(r"^([\w-]+): ready after .*, ([\d,]+) MiB at most", page, re.MULTILINE)
+    told += re.findall(r"^\| `([\w-]+)` \|.*\| \d+ of \d+ \| \d+ \| \d+ \| ([\d,]+) \|$", page, re.MULTILINE)
+    for name, memory in told:
+        seen[name] = max(seen.get(name, 0), int(memory.replace(",", "")))
+    assert len(seen) > 20
+    for path in boot.FOLDER.glob("*.toml"):
+        which = boot.load(path.stem)
+        assert seen.get(which.name, 0) <= which.memory <= lists.MOST_MEMORY["full"] >> 20, which.name
+    for entry in lists.short():
+        assert 0 < entry.boot.memory <= lists.MOST_MEMORY["short"] >> 20
 
 
 def test_a_run_that_has_ended_is_named_and_nothing_is_touched() -> None:
@@ -708,9 +809,12 @@ def test_a_status_names_what_runs_and_what_was_lost(own_cache: Path) -> None:
 
 
 def test_more_engines_than_the_memory_holds_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment, "MEMORY_PER_RANK", 10**15)
-    with pytest.raises(RigError, match="of memory"):
-        runner.start(boot.load("mla"), {})
+    for available in (1, 1 << 20):
+        monkeypatch.setattr(deployment, "available_memory", lambda *_, available=available: available)
+        for which in (boot.load("mla"), boot.load("cp2-faults")):
+            with pytest.raises(RigError, match="of memory") as caught:
+                runner.start(which, {})
+            assert caught.value.kind == "memory"
 
 
 def test_the_table_names_what_failed_and_why() -> None:

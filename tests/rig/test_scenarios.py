@@ -391,6 +391,11 @@ def test_every_variable_that_the_rig_sets_is_named_in_its_page(tmp_path: Path, m
         names |= {name for router in which.routers for name in router.env}
     page = (tree.REPOSITORY / "docs" / "rig.md").read_text(encoding="utf-8")
     assert {name for name in names - {"PATH"} if not re.search(rf"`{name}( ?=[^`]*)?`", page)} == set()
+    table = page.partition("### Variables of the engines")[2].partition("Single boots set more")[0]
+    listed = {
+        name for row in table.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)", row.split("|")[1])
+    }
+    assert listed <= names
     dropped = page.partition("names that begin with")[2].partition("are dropped")[0]
     assert set(re.findall(r"`(\w+)`", dropped)) == set(engine._DROP)
 
