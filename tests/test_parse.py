@@ -81,11 +81,27 @@ MODES = b"old mode 100644\nnew mode 100755\n"
         (b"diff --git a/xy b/x\n" + MODES, "rename"),
         (b"diff --git a/xy_b/xy\n" + MODES, "rename"),
         (b'diff --git a/x "b/y"\n' + MODES, "rename"),
+        (b"diff --git a/x b/x\nnew file mode 100644\n" + MODES, "contradiction"),
+        (b"diff --git a/x b/x\ndeleted file mode 100644\n" + MODES, "contradiction"),
         (b'diff --git a/x "b/x" \n' + MODES, "rename"),
     ],
 )
 def test_the_head_of_a_file_is_refused(raw: bytes, code: str) -> None:
     assert refuse(raw).code == code
+
+
+@pytest.mark.parametrize(
+    ("raw", "found"),
+    [
+        (b"--- a/x\n+++ b/y\n" + HUNK, "x -> y"),
+        (b"diff --git a/x b/y\n" + MODES, "x -> y"),
+        (b"--- /dev/null\n+++ /dev/null\n" + HUNK, "/dev/null on both sides"),
+        (change(b"x") * 2, "x"),
+        (b"--- x/x\n", "--- x/x"),
+    ],
+)
+def test_a_refusal_tells_what_was_found(raw: bytes, found: str) -> None:
+    assert refuse(raw).found == found
 
 
 def test_one_name_of_a_git_line_may_be_quoted_without_need() -> None:
