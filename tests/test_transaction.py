@@ -775,3 +775,18 @@ def test_no_call_site_ever_stands_without_the_module_that_it_calls(small: Scene)
     assert made.index(f"{toys.HOME}/__init__.py") < made.index(ENGINE)
     made = [path for name, path in calls(small, "revert") if name in ("rename", "unlink")]
     assert made.index(ENGINE) < made.index(f"{toys.HOME}/__init__.py")
+
+
+@pytest.mark.parametrize("name", [journal.NAME, journal.BESIDE])
+def test_a_journal_that_comes_after_the_plan_is_not_written_over(small: Scene, name: str) -> None:
+    small.start("apply")
+    target = target_module.discover(small.bundle, root=small.tree)
+    with transaction.locked(small.tree) as disk:
+        state, plan = work.make_plan(small.bundle, target, "apply", None, tree=disk)
+        (small.tree / name).write_bytes(b"of an earlier run")
+        before = small.seen()
+        with pytest.raises(BundleError) as caught:
+            work.execute(small.bundle, target, state, plan, disk=disk)
+    assert caught.value.reason is Reason.RECOVERY_NEEDED
+    assert (small.tree / name).read_bytes() == b"of an earlier run"
+    assert small.seen() == before
