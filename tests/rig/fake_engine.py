@@ -1,4 +1,4 @@
-"""A small server that answers as an engine does; started as ``python fake_engine.py PORT NAME``."""
+"""A small server that answers as an engine or a router does; started as ``python fake_engine.py PORT NAME``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ TRACE = {
     ]
 }
 PROFILED = threading.Event()
+ASKED: list[list[int]] = []
 
 
 def say(line: str) -> None:
@@ -32,7 +33,10 @@ def say(line: str) -> None:
 
 def one(prompt: list[int], new: int) -> dict[str, Any]:
     """The answer to one prompt."""
+    ASKED.append(prompt)
     ids = [(sum(prompt) + place) % 97 + ("wrong" in NAME) for place in range(new)]
+    if "forgetful" in NAME and ASKED.count(prompt) > 1:
+        ids[-1] += 1
     meta: dict[str, Any] = {"output_token_logprobs": [[-0.5, one, None] for one in ids]}
     if "speculative" in NAME or "seed" in NAME:
         meta["spec_verify_ct"] = 2 if "stock poisoned" in NAME else 1
@@ -66,17 +70,29 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/start_profile":
             (Path(body["output_dir"]) / "trace.json.gz").write_bytes(gzip.compress(json.dumps(TRACE).encode()))
             PROFILED.set()
+        elif self.path == "/v1/chat/completions":
+            answer = {"choices": [{"message": {"content": "" if "silent" in NAME else "words"}}]}
+        elif "failing" in NAME:
+            self.send_error(500)
+            return
         else:
             answer = generate(body)
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
 
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"workers": 2 * [{"is_healthy": True}]}).encode())
+
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
 if __name__ == "__main__":
+    if "dying" in NAME:
+        sys.exit("no room in here")
     with ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler) as server:
         say(READY)
         say(LISTENS)
