@@ -694,7 +694,7 @@ impl Events {
                     self.begin_data();
                 }
             }
-            Line::Name if self.name.len() < 8 => self.name.push(byte),
+            Line::Name if self.name.len() < DATA.len() - 1 => self.name.push(byte),
             Line::Name => self.line = Line::Skip,
             Line::Blank => {
                 self.line = Line::Data;
@@ -893,7 +893,8 @@ mod tests {
             r#"{"id":"x","choices":[{"message":{"content":"a"},"finish_reason":"length"}],"usage":null,"error":null}"#,
             r#"{"choices":[{"text":"a","finish_reason":null}]}"#,
             r#"{"text":"","meta_info":{"finish_reason":{"type":"length","length":1}}}"#,
-            r#"{"output_ids":[7],"meta_info":{}}"#,
+            r#"{"output_ids":[7]}"#,
+            r#"{"output_ids":[],"meta_info":{}}"#,
             r#" [ {"text":"a"} , {"text":"b"} ] "#,
             "\t{\"meta_info\":{\"input_token_logprobs\":[[-0.5e-3,1,null],[-1E+2,2,\"\\u00e9\u{20ac}\u{1f600}\"]]}}\r\n",
         ] {
@@ -976,6 +977,7 @@ mod tests {
             (r#"{"error":{"code":200,"message":"m"}}"#, "m", Some(200), 502),
             (r#"{"error":{"code":600,"message":"m"}}"#, "m", Some(600), 502),
             (r#"{"error":{"code":-400,"message":"m"}}"#, "m", None, 502),
+            (r#"{"error":{"code":413,"message":"m"},"code":-1}"#, "m", Some(413), 413),
         ];
         for (body, message, code, status) in cases {
             let fault = judge(JSON, body).unwrap_err();
@@ -1151,6 +1153,18 @@ mod tests {
     }
 
     #[test]
+    fn a_field_without_a_colon_is_an_empty_one_and_a_longer_name_is_another() {
+        assert_eq!(name(SSE, format!("{ITEM}\n\ndata\n\n{END}")), "prefill_ack_malformed");
+        for other in ["dat", "datax", "datadata", "data "] {
+            for end in ["", ":", ": x"] {
+                let body = format!("{ITEM}\n\n{other}{end}\n\n{END}");
+                let bytes: Vec<&[u8]> = body.as_bytes().chunks(1).collect();
+                assert_eq!(judge_pieces(SSE, CHAT, &bytes), Ok(()), "{body}");
+            }
+        }
+    }
+
+    #[test]
     fn a_byte_order_mark_stands_at_the_start_of_a_stream_alone() {
         for body in [
             format!("data:\u{feff}{{\"text\":\"a\"}}\n\n{END}"),
@@ -1213,7 +1227,10 @@ mod tests {
             assert_eq!(judge_pieces(JSON, "/v1/rerank", &[body.as_bytes()]), Ok(()), "{body}");
         }
         let usage = format!("data: {{\"choices\":[],\"usage\":{{}}}}\n\n{END}");
-        assert_eq!(name(SSE, usage), "prefill_ack_unanswered");
+        assert_eq!(name(SSE, &usage), "prefill_ack_unanswered");
+        assert_eq!(judge_pieces(SSE, "/v1/rerank", &[usage.as_bytes()]), Ok(()));
+        let nothing = judge_pieces(SSE, "/v1/rerank", &[END.as_bytes()]);
+        assert_eq!(nothing, Err(Fault::Unanswered));
     }
 
     #[test]

@@ -138,4 +138,13 @@ mod tests {
     fn a_gate_that_is_not_set_reads_as_off() {
         assert_eq!(read_flag("SMG_PD_THIS_IS_SET_NOWHERE", PD), Ok(false));
     }
+
+    #[test]
+    fn a_gate_that_is_read_is_checked_against_the_topology() {
+        let name = "SMG_PD_THIS_IS_SET_BY_ONE_TEST";
+        env::set_var(name, "1");
+        assert_eq!(read_flag(name, PD), Ok(true));
+        let regular = Topology { pd: false, http: true };
+        assert!(read_flag(name, regular).unwrap_err().contains(name));
+    }
 }

@@ -10,7 +10,12 @@ use std::{
     future::{poll_fn, Future},
     pin::pin,
     task::Poll,
+    time::Duration,
 };
+
+/// From here on a decode worker may have given up its KV: far below what an engine waits (minutes, by default), and far
+/// above what one takes that refuses by itself.
+const GIVES_UP: Duration = Duration::from_secs(1);
 
 /// How the race ended. Whatever is not in it has been dropped.
 #[derive(Debug, PartialEq, Eq)]
@@ -66,6 +71,17 @@ pub async fn race<A, D, AckFault, DecodeFault>(
         Poll::Pending
     })
     .await
+}
+
+/// What a failed decode leg's status, which came so long `after` it was sent, says of its worker: true for it, false
+/// against it, None nothing. A client's own error is nobody's fault. One that comes late from a worker whose prefill
+/// worker has said nothing yet may be that one's fault, for no KV came.
+pub fn word_on_decode(status: u16, acknowledged: bool, after: Duration) -> Option<bool> {
+    match status {
+        400..=499 => Some(true),
+        500..=599 if !acknowledged && after >= GIVES_UP => None,
+        _ => Some(false),
+    }
 }
 
 #[cfg(test)]
@@ -232,6 +248,26 @@ mod tests {
             leg.end(Ok("x"));
         }
         assert_eq!(poll(&mut race), Poll::Ready(Verdict::Good("x", "x")));
+    }
+
+    #[test]
+    fn a_decode_worker_that_fails_late_without_an_acknowledgement_is_not_judged() {
+        let (soon, late) = (Duration::from_millis(999), Duration::from_secs(1));
+        for status in [500, 503, 504, 599] {
+            assert_eq!(word_on_decode(status, false, late), None, "{status}");
+            assert_eq!(word_on_decode(status, false, soon), Some(false), "{status}");
+            assert_eq!(word_on_decode(status, true, late), Some(false), "{status}");
+        }
+    }
+
+    #[test]
+    fn a_clients_own_error_speaks_for_the_decode_worker_and_a_status_that_is_no_error_against_it() {
+        for (acknowledged, after) in [(false, 0), (false, 60), (true, 60)].map(|(yes, s)| (yes, Duration::from_secs(s)))
+        {
+            for (status, good) in [(400, true), (429, true), (499, true), (302, false), (600, false)] {
+                assert_eq!(word_on_decode(status, acknowledged, after), Some(good), "{status}");
+            }
+        }
     }
 
     #[test]

@@ -26,12 +26,30 @@ pub fn without_rank(name: &str) -> &str {
 /// # Errors
 /// Says what to write instead.
 pub fn refuse_rank(url: &str) -> Result<(), String> {
-    match split(url) {
-        (_, None) => Ok(()),
-        (plain, Some(rank)) => Err(format!(
-            "worker URL {url} ends in a data-parallel rank (@{rank}); give {plain} and let --dp-aware find the ranks"
+    match rank_in(url) {
+        None => Ok(()),
+        Some((plain, rank)) => Err(format!(
+            "worker URL {url} holds a data-parallel rank (@{rank}); give {plain} and let --dp-aware find the ranks"
         )),
     }
+}
+
+/// The rank in a URL that an operator gave, and what stands before it: a number behind an `@` at its end, or where a URL
+/// has its host, whatever is behind that. A reader of URLs takes such a number for an address and leaves out the blanks
+/// around a URL, line ends and tabs in it, and a dot at the end of its host.
+fn rank_in(url: &str) -> Option<(&str, String)> {
+    let url = url.trim();
+    let behind = url.split_once("://").map_or(url, |(_, behind)| behind);
+    let path = behind.trim_start_matches(|one| !matches!(one, '/' | '\\' | '?' | '#'));
+    let named = url.strip_suffix(path).unwrap_or(url);
+    [named, url].into_iter().find_map(|text| {
+        let (plain, host) = text.rsplit_once('@')?;
+        let host = host.split(':').next().unwrap_or(host);
+        let host = host.replace(['\t', '\n', '\r'], "");
+        let rank = host.strip_suffix('.').unwrap_or(&host);
+        let number = !rank.is_empty() && rank.bytes().all(|byte| byte.is_ascii_digit());
+        number.then(|| (plain, rank.to_string()))
+    })
 }
 
 /// Check a rank that a client asked for, as it is written in the request, against the number of ranks that there are.
@@ -63,10 +81,7 @@ mod tests {
     fn the_rank_is_the_number_after_the_last_at_sign() {
         assert_eq!(split("http://127.0.0.1:8000@3"), ("http://127.0.0.1:8000", Some(3)));
         assert_eq!(split("http://[::1]:8080@0"), ("http://[::1]:8080", Some(0)));
-        assert_eq!(
-            split("http://user@host:1@12"),
-            ("http://user@host:1", Some(12))
-        );
+        assert_eq!(split("http://user@host:1@12"), ("http://user@host:1", Some(12)));
     }
 
     #[test]
@@ -108,8 +123,64 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_is_refused_whatever_stands_behind_it() {
+        for behind in [
+            "@2/",
+            "@2?x",
+            "@2#x",
+            "@2\\x",
+            "@2:80",
+            "@2:80/x",
+            "@2:",
+            "@2/@x",
+            "@2 ",
+            "@2\n",
+            "@2\t/",
+            "@2.",
+            "@2./",
+            "@02",
+            "/@2",
+            "/@2 ",
+            "@99999999999999999999999",
+        ] {
+            for url in ["http://h:1", "https://[::1]:8080", "h:1", " http://user@h:1"] {
+                let error = refuse_rank(&format!("{url}{behind}")).unwrap_err();
+                assert!(error.contains(&format!("; give {}", url.trim())), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_host_that_is_no_number_and_a_sign_in_a_path_are_no_rank() {
+        for url in [
+            "http://user:8000@127.0.0.1:80/",
+            "http://h:1/",
+            "http://h:1/@2/x",
+            "http://h:1/x@y",
+            "http://u@2.example:1/",
+            "http://u@[::1]:1/",
+            "http://h:1@",
+            "http://h:1@/",
+            "http://h:1@./",
+            "",
+        ] {
+            assert_eq!(refuse_rank(url), Ok(()), "{url}");
+        }
+    }
+
+    #[test]
     fn a_wish_outside_of_the_ranks_or_that_is_no_whole_number_is_refused() {
-        for wish in ["-1", "4", "9223372036854775807", "99999999999999999999999", "1.0", "\"1\"", "[0]", "true", ""] {
+        for wish in [
+            "-1",
+            "4",
+            "9223372036854775807",
+            "99999999999999999999999",
+            "1.0",
+            "\"1\"",
+            "[0]",
+            "true",
+            "",
+        ] {
             let error = check_wish("routed_dp_rank", Some(wish), 4).unwrap_err();
             assert!(
                 error.contains(&format!("routed_dp_rank is {wish},")) && error.contains("0 to 3"),

@@ -153,6 +153,7 @@ mod tests {
         for (name, value) in [(TIMEOUT, "1000"), (MAX_BYTES, "4096"), (RETRY, "1"), (RETRY, "0")] {
             let error = with(&[(name, value)]).unwrap_err();
             assert!(error.contains(name) && error.contains(GATE), "{error}");
+            assert_eq!(with(&[(name, "  ")]), Ok(None), "blanks are nothing");
         }
     }
 

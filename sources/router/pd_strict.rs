@@ -7,7 +7,8 @@
 //! * the prefill leg's answer is read to its end and judged ([`super::pd_ack`]) while the decode leg waits for its KV;
 //! * the first leg to fail ends the other one by dropping it ([`super::pd_race`]), and the client gets a JSON error with
 //!   the right status at once. Nothing has been sent to the client by then;
-//! * only the leg that failed is held against its worker, and a failure that the prefill worker reported is not retried;
+//! * only the leg that failed is held against its worker ([`word_on_decode`] where that is hard to tell), and a failure
+//!   that the prefill worker reported, of any status, is not retried unless asked;
 //! * a decode stream that breaks later ends with an event that says so.
 
 use std::{
@@ -16,7 +17,7 @@ use std::{
     pin::Pin,
     sync::OnceLock,
     task::{ready, Context, Poll},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use axum::{
@@ -33,7 +34,7 @@ use super::{
     pd_ack::{Fault, Scanner},
     pd_gates::{text, SERIES},
     pd_load::topology,
-    pd_race::{race, Verdict},
+    pd_race::{race, word_on_decode, Verdict},
     pd_settings::{settings, Settings, GATE, MAX_BYTES},
 };
 use crate::{
@@ -43,9 +44,10 @@ use crate::{
     routers::{error, grpc::utils::error_type_from_status},
 };
 
-/// How much of a worker's own error body is read, and for how long, to tell the client.
+/// How much of a worker's own error body is read, and for how long, to tell the client. The other leg is dropped before,
+/// but the client waits: half of the half second within which it is to have its error.
 const ERROR_BYTES: usize = 16 << 10;
-const ERROR_TIME: Duration = Duration::from_secs(1);
+const ERROR_TIME: Duration = Duration::from_millis(250);
 
 static SETTINGS: OnceLock<Option<Settings>> = OnceLock::new();
 
@@ -159,10 +161,11 @@ pub async fn dispatch(
         route,
         keep.then_some(settings.max_bytes),
     ))));
+    let asked = Instant::now();
     match race(ack, decode_leg(decode, stream), deadline).await {
         Verdict::Good(ack, decode) => Ok((Ok(ack), Ok(decode))),
         Verdict::Ack(fault) => Err(refuse_ack(fault, settings.retry).await),
-        Verdict::Decode { fault, acknowledged } => Err(refuse_decode(fault, acknowledged).await),
+        Verdict::Decode { fault, acknowledged } => Err(refuse_decode(fault, acknowledged, asked.elapsed()).await),
         Verdict::Late => {
             let message = format!(
                 "the prefill worker did not acknowledge within {:?}",
@@ -269,12 +272,7 @@ async fn refuse_ack(fault: AckFault, retry: bool) -> Response {
                 bad
             };
             let message = format!("Prefill server error ({status}): {text}");
-            (
-                known,
-                "prefill_status",
-                message,
-                status == StatusCode::SERVICE_UNAVAILABLE,
-            )
+            (known, "prefill_status", message, false)
         }
         AckFault::Body(fault) => {
             let status = StatusCode::from_u16(fault.status()).unwrap_or(bad);
@@ -293,15 +291,17 @@ async fn refuse_ack(fault: AckFault, retry: bool) -> Response {
     refusal(status, name, message, judged)
 }
 
-async fn refuse_decode(fault: DecodeFault, acknowledged: bool) -> Response {
-    let (status, name, message) = match fault {
+async fn refuse_decode(fault: DecodeFault, acknowledged: bool, after: Duration) -> Response {
+    let (status, name, message, good) = match fault {
         DecodeFault::Transport(error) => {
-            let status = if error.is_timeout() {
-                StatusCode::GATEWAY_TIMEOUT
+            let (status, good) = if error.is_timeout() {
+                let status = StatusCode::GATEWAY_TIMEOUT;
+                (status, word_on_decode(status.as_u16(), acknowledged, after))
             } else {
-                StatusCode::BAD_GATEWAY
+                (StatusCode::BAD_GATEWAY, Some(false))
             };
-            (status, "decode_server_error", format!("Decode server error: {error}"))
+            let message = format!("Decode server error: {error}");
+            (status, "decode_server_error", message, good)
         }
         DecodeFault::Status(response) => {
             let status = response.status();
@@ -315,12 +315,13 @@ async fn refuse_decode(fault: DecodeFault, acknowledged: bool) -> Response {
                 known,
                 "decode_status",
                 format!("Decode server error ({status}): {text}"),
+                word_on_decode(status.as_u16(), acknowledged, after),
             )
         }
     };
     let judged = Judged {
         prefill: acknowledged.then_some(true),
-        decode: Some(status.is_client_error()),
+        decode: good,
         retry: true,
     };
     refusal(status, name, message, judged)
@@ -391,6 +392,7 @@ pub fn broken_stream(message: String) -> Result<Bytes, String> {
         return Err(message);
     }
     let error = json!({"error": {"message": message, "type": "Bad Gateway", "code": 502}});
-    // What was sent may end in the middle of a line or an event.
+    // What was sent may end in the middle of a line or an event. Nothing takes that back: the client reads half an event
+    // before this one.
     Ok(Bytes::from(format!("\n\ndata: {error}\n\ndata: [DONE]\n\n")))
 }

@@ -132,18 +132,28 @@ def test_flush_loads_and_metrics_reach_the_server_itself(bench: Any) -> None:
     assert paths.count("/flush_cache") == 5 and paths.count("/get_load") == 5
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1@2", "http://127.0.0.1:1@0"])
-def test_a_rank_in_a_workers_url_stops_the_start(built: dict[str, Result], url: str) -> None:
-    done = start(built["patched"], {}, *PD, "--decode", url)
+# What a reader of URLs takes for the address 0.0.0.2 (or 0.0.0.0).
+RANKED = pytest.mark.parametrize("behind", ["@2", "@0", "@2/", "@2?x", "@2#x", "@2:80", "@2:80/x", "@2 ", "@2."])
+
+
+@RANKED
+@pytest.mark.parametrize(
+    "flags",
+    [(*PD, "--decode"), ("--pd-disaggregation", "--decode", "http://127.0.0.1:1", "--prefill"), ("--worker-urls",)],
+    ids=["decode", "prefill", "regular"],
+)
+def test_a_rank_in_a_workers_url_stops_the_start(built: dict[str, Result], flags: tuple[str, ...], behind: str) -> None:
+    done = start(built["patched"], {}, *flags, f"http://127.0.0.1:1{behind}")
     assert done.returncode != 0 and "http://127.0.0.1:1 and let --dp-aware" in done.stderr
     assert "panicked" not in done.stderr
 
 
-def test_a_rank_in_the_url_of_a_worker_that_is_added_is_a_400(bench: Any) -> None:
+@RANKED
+def test_a_rank_in_the_url_of_a_worker_that_is_added_is_a_400(bench: Any, behind: str) -> None:
     one = ranked(bench, EVENLY)
 
     async def add() -> tuple[int, str]:
-        worker = {"url": "http://127.0.0.1:1@2", "worker_type": "decode"}
+        worker = {"url": f"http://127.0.0.1:1{behind}", "worker_type": "decode"}
         async with one.client.post(one.router + "/workers", json=worker) as response:
             return response.status, await response.text()
 

@@ -1,14 +1,17 @@
-//! Reads `kind pieces-size body` lines (the body in hexadecimal) and prints the scanner's verdict on each.
+//! Reads `kind cuts body` lines (the places of the cuts with commas, the body in hexadecimal) and prints the scanner's
+//! verdict on each.
 
 #[path = "pd_ack.rs"]
 mod pd_ack;
 
 use std::io::{stdin, BufRead};
 
-fn verdict(kind: &str, size: usize, body: &[u8]) -> Result<(), pd_ack::Fault> {
+fn verdict(kind: &str, cuts: &[usize], body: &[u8]) -> Result<(), pd_ack::Fault> {
     let mut scanner = pd_ack::Scanner::new(Some(kind), "/v1/chat/completions")?;
-    for piece in body.chunks(size) {
-        scanner.feed(piece)?;
+    let mut begin = 0;
+    for end in cuts.iter().copied().chain([body.len()]) {
+        scanner.feed(&body[begin..end])?;
+        begin = end;
     }
     scanner.finish()
 }
@@ -21,7 +24,8 @@ fn main() {
             .map(|at| u8::from_str_radix(&parts[2][2 * at..2 * at + 2], 16).expect("hexadecimal"))
             .collect();
         let kind = if parts[0] == "sse" { "text/event-stream" } else { "application/json" };
-        match verdict(kind, parts[1].parse().expect("a size"), &body) {
+        let cuts: Vec<usize> = parts[1].split(',').filter(|cut| !cut.is_empty()).map(|cut| cut.parse().expect("a cut")).collect();
+        match verdict(kind, &cuts, &body) {
             Ok(()) => println!("good"),
             Err(fault) => println!("{} {}", fault.name(), fault.status()),
         }

@@ -24,6 +24,7 @@ MUTANTS = {
         ("on && !topology.pd", "on && topology.pd"),
         ("if on && !topology.http", "if !topology.http"),
         ("on && !topology.http", "on && topology.http"),
+        ("fits(name, on, topology).map(|()| on)", "Ok(on)"),
     ],
     "pd_relay": [
         ("Some(Ok(piece)) => (self.last)(piece),", "Some(Ok(_)) => false,"),
