@@ -21,7 +21,7 @@ roundtrip: $(VENV)/node.stamp ## the main job: every series on its real base, up
 test: $(VENV)/test.stamp ## unit, corpus, fault and engine tests; all published wheels of the bases (370 MB, cached)
 	PATCHBUNDLE_ALL_WHEELS=1 $(BIN)/python -m pytest -m "not router and not rig and not device and not extras"
 
-router: $(VENV)/test.stamp ## build the router, stock and patched, from the pinned source archive (7 minutes, 3 GB, cached)
+router: $(VENV)/test.stamp ## build the router, stock and patched, from the pinned source archive (7 minutes, 3.5 GB, cached)
 	$(BIN)/python -m lab.router.build
 
 router-release: $(VENV)/test.stamp ## the same, optimised

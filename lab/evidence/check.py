@@ -79,10 +79,11 @@ def page(known: list[Claim], older: Mapping[str, str]) -> str:
         "# Claims",
         "",
         "Written by `make claims` from `evidence/claims.toml`, checked by `tools/check_sources.py --evidence`. A",
-        "figure in README.md or docs/ that no claim stands behind fails that check. *Recomputed*: a formula here gives",
-        "it. *Measured*: a script here made the result that it is read from, and that says which bytes of the script,",
-        "on what machine, with which versions and seed. *Reported*: somebody said so, and nothing here shows it again:",
-        "others, or one of us of a run whose whole result was not kept, or of a setting.",
+        "figure (a number with a unit; a bare count is none) in README.md or docs/ that no claim stands behind fails",
+        "that check. *Recomputed*: a formula here gives it. *Measured*: a script here made the result that it is read",
+        "from, and that says which bytes of the script, on what machine, with which versions and seed. *Reported*:",
+        "somebody said so, and nothing here shows it again: others, or one of us of a run whose whole result was not",
+        "kept, or of a setting.",
     ]
     for kind in Kind:
         own = [claim for claim in known if claim.kind is kind]

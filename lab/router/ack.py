@@ -24,7 +24,8 @@ ARMS = {"stock": ("stock", {}), "gate off": ("patched", {}), "gate on": ("patche
 REPORTED = tuple(mode for mode in FAILURES if not mode.startswith("hang"))
 # Seconds: when P fails after the request, how long D waits for KV, and when a client leaves.
 P_FAILS, D_WAITS, LIMIT = 0.1, 1.0, 10.0
-# Each kind of failure in the order B A A B of the three arms, so that a drift falls on all of them.
+# Each kind of failure in the order B A A B of the three arms, so that a drift falls on all of them. D's headers are
+# late in one half and early in the other, by turns, so that an arm's place is not the same in all late cases.
 ORDER = ("stock", "gate off", "gate on", "gate on", "gate off", "stock")
 
 
@@ -36,6 +37,11 @@ def ask(bench: Bench, mode: str, early: bool) -> dict[str, float | None]:
     failed = min(float(event["t"]) for event in seen.events("P.report"))
     told = [float(event["t"]) - failed for event in seen.events("D.abort")]
     return {"error_s": answer.ended - failed, "abort_s": min(told, default=None), "status": answer.status}
+
+
+def cases(turn: int) -> list[tuple[str, bool]]:
+    """The cases of one kind of failure in their order: the arm, and whether D's headers are early."""
+    return [(arm, (place >= len(ARMS)) ^ (turn % 2 == 1)) for place, arm in enumerate(ORDER)]
 
 
 @click.command()
@@ -52,9 +58,8 @@ def main(rounds: int) -> None:
             arm: stack.enter_context(Bench(built[variant], environment=gates)) for arm, (variant, gates) in ARMS.items()
         }
         for number in range(rounds):
-            for mode in REPORTED:
-                for place, arm in enumerate(ORDER):
-                    early = place >= len(ARMS)
+            for index, mode in enumerate(REPORTED):
+                for arm, early in cases(number + index):
                     case = {"mode": mode, "early": early, "round": number, "arm": arm, **ask(benches[arm], mode, early)}
                     sys.stdout.write(json.dumps(case) + "\n")
                     sys.stdout.flush()

@@ -7,7 +7,6 @@ Everything binds to and talks to 127.0.0.1. A stock router is never started with
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import os
@@ -47,15 +46,6 @@ def free_ports(count: int) -> list[int]:
     finally:
         for one in held:
             one.close()
-
-
-def waited(pid: int) -> float:
-    """Seconds that the threads of a process were ready to run and had no processor; 0 of a process that has ended."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):
-            total += int(task.read_text().split()[1])
-    return total / 1e9
 
 
 @dataclass
@@ -312,17 +302,6 @@ class Bench:
             if (seen.busy == 0 and loads == (0, 0)) or time.monotonic() > limit:
                 return seen, loads
             await asyncio.sleep(0.02)
-
-    async def watched(self, work: Coroutine[Any, Any, T]) -> tuple[T, float]:
-        """What ``work`` gives, and how many seconds this process, the router and the servers were ready to run and had
-        no processor meanwhile.
-
-        A promise in seconds is one about the router; a test on a busy machine takes this off, and nothing else.
-        """
-        pids = [os.getpid(), *(process.pid for process in self.processes)]
-        before = {pid: waited(pid) for pid in pids}
-        result = await work
-        return result, sum(max(0.0, waited(pid) - before[pid]) for pid in pids)
 
     async def ask(
         self,

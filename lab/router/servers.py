@@ -11,20 +11,25 @@ Run: ``python -m lab.router.servers '[{"name": "P", "port": 41011, "role": "pref
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from aiohttp import web
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/generate")
 WIRE = ("stream", "stream_options", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank")
+# What differs from run to run: in a body, and among the headers.
+OWN_FIELDS = ("bootstrap_room", "bootstrap_port")
+OWN_HEADERS = ("host", "content-length", "x-request-id")
 # A soak runs for minutes; the last events and rooms are enough.
 KEPT = 20000
 DONE = b"data: [DONE]\n\n"
+EVENTS = "text/event-stream; charset=utf-8"
 # Ways in which P hands its KV over: it is well, it answers JSON to a stream too, its answer is no JSON.
 HANDS_OVER = ("ok", "ok_json", "ok_broken")
 # Ways in which P fails; ``hang`` and ``hang_body`` report nothing, all others do.
@@ -48,6 +53,8 @@ FAILURES = (
     "hang",
     "hang_body",
 )
+# A status, and the start of a body that never ends.
+STALLED = "http500_stalled"
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Script:
     """What the servers do with a request. All times are seconds."""
 
     p_mode: str = "ok"
-    """One of HANDS_OVER or FAILURES."""
+    """One of HANDS_OVER or FAILURES, or STALLED."""
     p_delay: float = 0.05
     """P hands over its KV, or fails, this long after the request."""
     p_late: float = 0.0
@@ -63,7 +70,8 @@ class Script:
     p_pad: int = 0
     """Bytes of padding in P's good answer."""
     d_mode: str = "ok"
-    """ok, http500, http400, reset (all before headers), cut (a reset after the first token), sse_error (after it)."""
+    """ok, http500, http400, reset (all before headers), cut (a reset after the first token, or in a JSON answer),
+    cut_inside (a reset within the second event), sse_error (after the first token)."""
     d_first: float = 0.2
     """D's first token comes this long after its KV, D's failure this long after the request."""
     d_tokens: int = 5
@@ -75,7 +83,7 @@ class Script:
     d_timeout: float = 30.0
     """D gives up its KV after this long and answers 500."""
     d_headers_early: bool = False
-    """D sends 200 at once, as /generate does; else with the first token, as chat does."""
+    """D sends 200 at once, as /generate does to a stream; else with the first token or the answer, as chat does."""
     d_hold: int = 0
     """D sends no token before this many requests have come to all D servers of its process."""
     d_no_kv: bool = False
@@ -140,6 +148,14 @@ def item(value: Any) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
+def wire_of(request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
+    """All that came of a request but what differs from run to run: the path, the headers, a digest of the body."""
+    known = {name: value for name, value in body.items() if name not in OWN_FIELDS}
+    headers = {name.lower(): value for name, value in request.headers.items() if name.lower() not in OWN_HEADERS}
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    return {"path": request.path_qs, "headers": dict(sorted(headers.items())), "body": digest}
+
+
 def answer(route: str, body: dict[str, Any], text: str, streamed: bool, reason: str | None) -> Any:
     """One answer (or stream item) in the shape of ``route``, with logprobs when they were asked for."""
     if route == "/generate":
@@ -159,11 +175,10 @@ def answer(route: str, body: dict[str, Any], text: str, streamed: bool, reason: 
     return {"id": "x", "object": "chat.completion", "choices": [choice], "usage": {"prompt_tokens": 3}}
 
 
-async def event_stream(request: web.Request, chunked: bool = True) -> web.StreamResponse:
-    """Begin an answer of server-sent events."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    if chunked:
-        response.enable_chunked_encoding()
+async def begin(request: web.Request, kind: str, status: int = 200) -> web.StreamResponse:
+    """Begin an answer of the content type ``kind``, in chunks."""
+    response = web.StreamResponse(status=status, headers={"Content-Type": kind})
+    response.enable_chunked_encoding()
     await response.prepare(request)
     return response
 
@@ -183,7 +198,7 @@ async def prefill(request: web.Request) -> web.StreamResponse:
     world.enter(key)
     where = [body.get("bootstrap_host"), body.get("bootstrap_port")]
     seen = {name: body.get(name) for name in WIRE}
-    world.note("P.recv", key=key, rooms=rooms, where=where, seen=seen)
+    world.note("P.recv", key=key, rooms=rooms, where=where, seen=seen, wire=wire_of(request, body))
     try:
         await asyncio.sleep(script.p_delay)
         if script.p_mode in HANDS_OVER:
@@ -211,6 +226,10 @@ async def prefill_answer(request: web.Request, body: dict[str, Any], script: Scr
     if script.p_pad:
         good["pad"] = "x" * script.p_pad
     error = {"error": {"message": "KVTransferError", "code": 500}}
+    if mode == STALLED:
+        response = await begin(request, "application/json", 500)
+        await response.write(b'{"error"')
+        await asyncio.sleep(3600)
     if mode.startswith("http"):
         return web.json_response({"error": {"message": f"P says {mode[4:]}"}}, status=int(mode[4:]))
     if mode == "reset":
@@ -240,9 +259,7 @@ async def prefill_answer(request: web.Request, body: dict[str, Any], script: Scr
         if mode in ("sse_error", "sse_late_error"):
             return web.json_response(error)
         if mode in ("midbody", "no_done"):
-            response = web.StreamResponse(headers={"Content-Type": "application/json"})
-            response.enable_chunked_encoding()
-            await response.prepare(request)
+            response = await begin(request, "application/json")
             await response.write(json.dumps(good).encode()[:-9])
             if mode == "midbody":
                 await asyncio.sleep(0.02)
@@ -250,7 +267,7 @@ async def prefill_answer(request: web.Request, body: dict[str, Any], script: Scr
             await response.write_eof()
             return response
         return web.json_response(answer(route, body, "p", False, "abort") if mode == "abort" else good)
-    response = await event_stream(request)
+    response = await begin(request, EVENTS)
     if mode == "abort":
         good = answer(route, body, "p", True, "abort")
     if mode != "sse_error":
@@ -280,9 +297,8 @@ async def decode(request: web.Request) -> web.StreamResponse:
     key = f"{request.app[NAME]}@{rank_of(body)}"
     world.enter(key)
     world.received += 1
-    world.note(
-        "D.recv", key=key, rooms=rooms, stream=body.get("stream"), prefill_rank=body.get("disagg_prefill_dp_rank")
-    )
+    rank, wire = body.get("disagg_prefill_dp_rank"), wire_of(request, body)
+    world.note("D.recv", key=key, rooms=rooms, stream=body.get("stream"), prefill_rank=rank, wire=wire)
     try:
         response = await decode_answer(request, world, body, script, key, rooms)
         world.note("D.done", key=key, rooms=rooms)
@@ -294,12 +310,20 @@ async def decode(request: web.Request) -> web.StreamResponse:
         world.leave(key)
 
 
+async def fail(request: web.Request, world: World, key: str, rooms: list[int]) -> NoReturn:
+    """Reset D's connection in the middle of its answer."""
+    world.note("D.report", key=key, rooms=rooms)
+    cut(request)
+    raise ConnectionResetError
+
+
 async def decode_answer(
     request: web.Request, world: World, body: dict[str, Any], script: Script, key: str, rooms: list[int]
 ) -> web.StreamResponse:
     """Answer as D."""
     streaming, route = bool(body.get("stream")), request.path
-    response = await event_stream(request) if streaming and script.d_headers_early else None
+    kind = EVENTS if streaming else "application/json"
+    response = await begin(request, kind) if script.d_headers_early else None
     if script.d_mode in ("http500", "http400", "reset") and response is None:
         await asyncio.sleep(script.d_first)
         world.note("D.report", key=key, rooms=rooms)
@@ -309,29 +333,43 @@ async def decode_answer(
         return web.json_response({"error": {"message": f"D says {script.d_mode[4:]}"}}, status=int(script.d_mode[4:]))
     if not script.d_no_kv:
         try:
-            kv = [asyncio.shield(world.kv(room)) for room in rooms]
-            await asyncio.wait_for(asyncio.gather(*kv), script.d_timeout)
+            # Not wait_for: in Python 3.11 it swallows an abort that comes together with the KV.
+            async with asyncio.timeout(script.d_timeout):
+                await asyncio.gather(*(asyncio.shield(world.kv(room)) for room in rooms))
         except TimeoutError:
             world.note("D.kv_timeout", key=key, rooms=rooms)
             if response is None:
                 return web.json_response({"error": {"message": "KV timeout"}}, status=500)
-            await response.write(item({"error": {"message": "KV timeout"}}) + DONE)
+            error = {"error": {"message": "KV timeout"}}
+            await response.write(item(error) + DONE if streaming else json.dumps(error).encode())
             return response
     while world.received < script.d_hold:
         await asyncio.sleep(0.02)
     await asyncio.sleep(script.d_first)
     if not streaming:
         await asyncio.sleep(script.d_tokens * script.d_gap)
-        return web.json_response(answer(route, body, "hi", False, "stop"))
+        whole = answer(route, body, "hi", False, "stop")
+        if response is None and script.d_mode != "cut":
+            return web.json_response(whole)
+        response = response or await begin(request, kind)
+        if script.d_mode == "cut":
+            await response.write(json.dumps(whole).encode()[:-9])
+            await fail(request, world, key, rooms)
+        await response.write(json.dumps(whole).encode())
+        await response.write_eof()
+        return response
     if response is None:
-        response = await event_stream(request)
+        response = await begin(request, kind)
     for index in range(script.d_tokens):
-        await response.write(item(answer(route, body, str(index) + "x" * script.d_pad, True, None)))
+        event = item(answer(route, body, str(index) + "x" * script.d_pad, True, None))
+        if index and script.d_mode == "cut_inside":
+            await response.write(event[: len(event) // 2])
+            await asyncio.sleep(script.d_gap)
+            await fail(request, world, key, rooms)
+        await response.write(event)
         await asyncio.sleep(script.d_gap)
         if script.d_mode == "cut":
-            world.note("D.report", key=key, rooms=rooms)
-            cut(request)
-            raise ConnectionResetError
+            await fail(request, world, key, rooms)
         if script.d_mode == "sse_error":
             await response.write(item({"error": {"message": "D failed later"}}))
             break

@@ -23,6 +23,7 @@ from typing import Any
 
 import click
 
+from lab import provenance
 from lab.router.build import BUNDLE_OPTION, VARIANTS, Builder, BuildError, Result
 from lab.router.harness import ONE_SHOT, Bench, chat
 from lab.router.servers import FAILURES
@@ -182,12 +183,17 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
 @click.option("--clients", type=int, default=64, show_default=True)
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--variant", type=click.Choice(VARIANTS), default="patched", show_default=True)
-def main(root: Path, seconds: float, clients: int, seed: int, variant: str) -> None:
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here as JSON.")
+def main(root: Path, seconds: float, clients: int, seed: int, variant: str, out: Path | None) -> None:
     """Soak a router; print a row of JSON for each half and fail on what must not be."""
     try:
-        rows = soak(Builder(root).build(variant), seconds, clients, seed)
+        built = Builder(root).build(variant)
+        rows = soak(built, seconds, clients, seed)
     except (BuildError, BundleError) as error:
         raise click.ClickException(str(error)) from None
+    if out is not None:
+        result = {**provenance.of(__file__, seed), "build": built.receipt, "seconds": seconds, "rows": rows}
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         click.echo(json.dumps(row))
     if found := faults(rows):

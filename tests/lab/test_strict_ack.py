@@ -68,6 +68,15 @@ def test_the_arms_are_those_that_are_run_in_an_order_that_is_its_own_mirror() ->
     assert ack.ORDER[::-1] == ack.ORDER and {ack.ORDER.count(arm) for arm in ARMS} == {2}
 
 
+def test_no_arm_has_one_place_in_all_cases_of_one_kind_of_headers() -> None:
+    for turn in (0, 1, 2):
+        found = ack.cases(turn)
+        assert sorted(found) == sorted((arm, early) for arm in ARMS for early in (True, False))
+        assert tuple(arm for arm, _ in found) == ack.ORDER
+    late, other = ([arm for arm, early in ack.cases(turn) if not early] for turn in (0, 1))
+    assert late[::-1] == other and late != other
+
+
 def test_the_script_writes_its_result_and_says_what_could_not_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from lab.router.build import Result
@@ -22,6 +23,17 @@ def generate(stream: bool, text: str = "shared prefix " * 50, **script: Any) -> 
     return {"text": text + own, "stream": stream, "sampling_params": {"max_new_tokens": 5}}
 
 
+def least(one_try: Callable[[], float], limit: float, tries: int = 3) -> float:
+    """The least of the delays of some tries, which end with the first within ``limit``.
+
+    A promise in seconds is one about the router. What that adds is in each try; what a busy machine adds is not.
+    """
+    delays = [one_try()]
+    while min(delays) > limit and len(delays) < tries:
+        delays.append(one_try())
+    return min(delays)
+
+
 async def burst(bench: Bench, stream: bool, size: int = 32) -> tuple[list[int], list[Answer]]:
     """Requests of one shared prefix that arrive at the same time; how D's servers saw them spread."""
     bodies = [chat(stream, "shared prefix " * 100 + str(index)) for index in range(size)]
@@ -34,7 +46,10 @@ def trace(one: Bench, body: dict[str, Any], route: str, seconds: float) -> dict[
     answer = one.run(one.ask(body, route, seconds))
     seen, loads = one.run(one.settle(2.0))
     headers = {name: value for name, value in answer.headers.items() if name not in ("date", "x-request-id")}
-    events = [(event["what"], event["key"][0], event.get("seen"), event.get("stream")) for event in seen.log]
+    events = [
+        (event["what"], event["key"][0], event.get("seen"), event.get("wire"), event.get("stream"))
+        for event in seen.log
+    ]
     text = re.sub(r"127\.0\.0\.1:\d+", "HOST", answer.body.decode())
     return {"status": answer.status, "headers": headers, "body": text, "error": answer.error, "loads": loads} | {
         "events": sorted(events, key=repr)

