@@ -73,8 +73,10 @@ gpu-pack: $(VENV)/test.stamp ## archives for one GPU machine without a network, 
 
 gpu-engine: ## on that machine: the real engine, stock beside patched, from build/gpu; GPUS=2: dsa-dcp beside TP2
 ifeq ($(GPUS),2)
+	began=$$(date +%s.%N); \
 	$(PYTHON) benchmarks/boundary.py --out evidence/boundary/h200-x2-boundary.json || failed=1; \
-	$(PYTHON) -m lab.rig.gpu.two build/gpu --limit 360 --out evidence/engine/h200-x2.json || failed=1; exit $${failed:-0}
+	$(PYTHON) -m lab.rig.gpu.two build/gpu --limit 360 --since $$began --out evidence/engine/h200-x2.json || failed=1; \
+	exit $${failed:-0}
 else
 	$(PYTHON) -m lab.rig.gpu.engine build/gpu --out evidence/engine/h200.json || failed=1; \
 	$(PYTHON) -m lab.rig.gpu.parts build/gpu --only stand-ins || failed=1; exit $${failed:-0}
