@@ -171,6 +171,8 @@ VARIANTS = (
         "exact speculative",
     ),
     Variant("stock watched", "patched", EAGER, {"PATCHBUNDLE_RIG_TOPK": "watch"}),
+    Variant("stock plain by torch", "stock", BY_TORCH, UNFUSED),
+    Variant("patched plain by torch", "patched", BY_TORCH, UNFUSED, "stock plain by torch", bitwise=True),
 )
 WIDES = (Variant("stock wide", "stock", WIDE), Variant("exact wide", "patched", WIDE, EXACT))
 
