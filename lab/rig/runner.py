@@ -510,7 +510,7 @@ def turn_trees(own: Trees, verb: str, say: Say) -> None:
     for (role, kind), one in sorted(own.items()):
         if kind == "own":
             trees.apply(role, one.root, revert=verb == "revert")
-            level = engine_tree.recognise(one, allow_drift=False)
+            level = trees.recognise(one, allow_drift=False)
             if (level == "base") != (verb == "revert"):
                 raise RigError("apply", f"{one.root} stands at {level} after {verb}")
             say(f"{role} own: {verb}, now {level}")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lab.rig import cache, environment
+from lab.rig import cache, environment, tree
 from lab.rig.errors import RigError
 from lab.rig.standins import patches, targets
 from lab.rig.standins.errors import StandInError
-from lab.rig.tree import RELEASES, REPOSITORY, Tree, find, recognise
+from lab.rig.tree import RELEASES, REPOSITORY, Tree, find
 
 Say = Callable[[str], None]
 NEEDED = 400_000_000
+_BASE = re.compile(r"^holds:.*at level 0 \(base\)$", re.MULTILINE)
+CHECKER = REPOSITORY / "tools" / "check_sources.py"
 
 
 def _packages(role: str, say: Say) -> Path:
@@ -91,16 +94,43 @@ def patched(role: str, say: Say = lambda text: None) -> Path:
     return cache.ensure(f"trees/patched-{RELEASES[role]}", digest, build, NEEDED)
 
 
-def see_stand_ins(tree: Tree, patched: bool, say: Say = lambda text: None) -> None:
+def recognise(found: Tree, allow_drift: bool) -> str:
+    """Say at which level a tree stands: ``base`` only if its RECORD and the bundle's checker both say so.
+
+    RECORD alone does not see what else Python would import in a file's place: a compiled module, bytecode without its
+    source, a package beside a module of its name.
+
+    Args:
+        allow_drift: go on with a tree that is not recognised.
+
+    Raises:
+        RigError: kind ``drift``; the tree is not one the bundle knows and ``allow_drift`` is not set.
+    """
+    level = tree.recognise(found, allow_drift, CHECKER)
+    if level != "base":
+        return level
+    # One of the two has said so: what does the other say?
+    argv = [sys.executable, str(CHECKER), "--role", found.role, "--root", str(found.root), "--full"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    wrong = tree.record_differences(found)
+    if done.returncode == 0 and _BASE.search(done.stdout) and not wrong:
+        return level
+    if allow_drift:
+        return "drifted, allowed"
+    told = "; ".join(wrong[:5]) or (done.stderr or done.stdout).strip()
+    raise RigError("drift", f"{found.root} is not {found.role} as it was released: {told}. Use --allow-drift to run it")
+
+
+def see_stand_ins(found: Tree, patched: bool, say: Say = lambda text: None) -> None:
     """Refuse a tree in which a stand-in's target moved, or would take the place of a function that was patched.
 
     Raises:
         RigError: kind ``stand-in``, naming every such stand-in.
     """
     try:
-        targets.check(tree.version, [tree.root, _packages(tree.role, say)])
+        targets.check(found.version, [found.root, _packages(found.role, say)])
         if patched:
-            patches.check(tree.role, stock(tree.role, say), tree.root)
+            patches.check(found.role, stock(found.role, say), found.root)
     except StandInError as error:
         raise RigError("stand-in", str(error)) from error
 
@@ -127,11 +157,14 @@ def gather(
         path = named.get((role, kind))
         if path is None:
             path = stock(role, say) if kind == "stock" else patched(role, say)
-        tree = find(role, path)
-        level = recognise(tree, allow_drift)
+        one = find(role, path)
+        level = recognise(one, allow_drift)
         if kind == "stock" and level != "base" and not (any_level or allow_drift):
             raise RigError("drift", f"{path} is to be the stock {role} tree but stands at {level}")
-        see_stand_ins(tree, level != "base", say)
-        say(f"{role} {kind}: {tree.root} is sglang {tree.version}, {level}")
-        found[role, kind] = tree
+        if kind == "patched" and level == "base" and not any_level:
+            # Stock beside stock is equal whatever the patches do.
+            raise RigError("drift", f"{path} is to be a patched {role} tree but stands at base; apply the bundle to it")
+        see_stand_ins(one, level != "base", say)
+        say(f"{role} {kind}: {one.root} is sglang {one.version}, {level}")
+        found[role, kind] = one
     return found

@@ -303,6 +303,30 @@ def test_one_variant_with_another_text_makes_the_run_red(monkeypatch: pytest.Mon
     assert wrong == {"reference plain as exact plain", "exact plain: every order as the reference"}
 
 
+def test_plain_and_speculative_patched_is_compared_with_stock_to_the_last_bit() -> None:
+    """With every gate unset, and with a selection on both sides that does not depend on the order of threads."""
+    variants = {one.name: one for one in (engine.FIRST, *engine.VARIANTS, *engine.SEEDS)}
+    pairs = [
+        (variants[one.like], one) for one in variants.values() if one.bitwise and one.tree != variants[one.like].tree
+    ]
+    assert sorted(any("speculative" in flag for flag in one.flags) for _, one in pairs) == [False, True]
+    for left, right in pairs:
+        assert (left.tree, right.tree) == ("stock", "patched")
+        assert (left.flags, left.env, left.model) == (right.flags, right.env, right.model)
+        assert "--dsa-topk-backend=torch" in right.flags and not any("RESEARCH" in name for name in right.env)
+        assert not engine.noisy(left, right)
+
+
+def test_a_bit_between_plain_stock_and_plain_patched_makes_the_run_red(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, report = played(monkeypatch, tmp_path, wrong="patched plain by torch")
+    assert (code, report["green"]) == (1, False)
+    assert {words for words, holds in report["verdicts"].items() if not holds} == {
+        "patched plain by torch as stock plain by torch"
+    }
+
+
 def test_every_kernel_of_the_exact_top_k_is_known_by_name() -> None:
     source = (REPOSITORY / "sources/kernels/exact_topk.cu").read_text(encoding="utf-8")
     names = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?(\w+)\(", source)

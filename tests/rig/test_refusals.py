@@ -168,6 +168,78 @@ def test_a_changed_tree_is_what_the_bundles_checker_says(tmp_path: Path, code: s
             tree.recognise(found, allow_drift=False, checker=checker)
 
 
+@pytest.fixture
+def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the place of the bundle's own, which knows the released trees alone: every tree is base."""
+    path = tmp_path / "checker.py"
+    path.write_text("print('holds:   sglang-0.5.17 at level 0 (base)')")
+    monkeypatch.setattr(trees, "CHECKER", path)
+    return path
+
+
+def test_a_tree_is_base_only_if_the_checker_says_so_too(tmp_path: Path, checker: Path) -> None:
+    found = tree.find("decode", make_tree(tmp_path / "t"))
+    assert trees.recognise(found, allow_drift=False) == "base"
+    for code in (
+        "raise SystemExit('[bytecode]')",
+        "print('holds:   sglang-0.5.17 at level 0 (base)'); raise SystemExit('[bytecode]')",
+        "print('holds:   sglang-0.5.17 at level 1 (some-patch)'); print('[bytecode]')",
+    ):
+        checker.write_text(code)
+        with pytest.raises(RigError, match="is not decode as it was released") as caught:
+            trees.recognise(found, allow_drift=False)
+        assert "[bytecode]" in str(caught.value)
+        assert caught.value.kind == "drift"
+        assert trees.recognise(found, allow_drift=True) == "drifted, allowed"
+
+
+def test_a_tree_is_base_only_if_its_record_says_so_too(tmp_path: Path, checker: Path) -> None:
+    found = tree.find("decode", make_tree(tmp_path / "t"))
+    for damage, told in ((_add, "extra.py is extra"), (_forget, "no RECORD")):
+        damage(found.root)
+        with pytest.raises(RigError, match=f"is not decode as it was released: .*{told}.*--allow-drift") as caught:
+            trees.recognise(found, allow_drift=False)
+        assert caught.value.kind == "drift"
+        assert trees.recognise(found, allow_drift=True) == "drifted, allowed"
+
+
+def test_no_part_of_the_rig_asks_record_alone() -> None:
+    """``tree.recognise`` is for ``trees.recognise``, which asks the checker as well."""
+    asked = {
+        path.relative_to(tree.REPOSITORY).as_posix()
+        for top in ("lab", "benchmarks", "tools")
+        for path in (tree.REPOSITORY / top).rglob("*.py")
+        if re.search(r"tree\.recognise\(|import .*\brecognise\b", path.read_text(encoding="utf-8"))
+    }
+    assert asked == {"lab/rig/trees.py"}
+
+
+@pytest.mark.parametrize("drift", [False, True])
+def test_a_stock_tree_does_not_pass_for_a_patched_one(tmp_path: Path, checker: Path, drift: bool) -> None:
+    root = make_tree(tmp_path / "t")
+    with pytest.raises(RigError, match="is to be a patched decode tree but stands at base") as caught:
+        trees.gather({("decode", "patched"): root}, {("decode", "patched")}, allow_drift=drift)
+    assert caught.value.kind == "drift"
+
+
+def test_a_stock_tree_runs_in_every_place_where_trees_run_as_they_stand(
+    tmp_path: Path, checker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trees, "see_stand_ins", lambda found, patched, say: None)
+    root, wanted = make_tree(tmp_path / "t"), {("decode", "patched"), ("decode", "stock")}
+    found = trees.gather(dict.fromkeys(wanted, root), wanted, allow_drift=False, any_level=True)
+    assert {one.root for one in found.values()} == {root}
+
+
+def test_a_tree_that_the_checker_knows_at_another_level_does_not_pass_for_stock(tmp_path: Path, checker: Path) -> None:
+    root = make_tree(tmp_path / "t")
+    _change(root)
+    checker.write_text("print('holds:   sglang-0.5.17 at level 1 (some-patch)')")
+    with pytest.raises(RigError, match="is to be the stock decode tree but stands at some-patch") as caught:
+        trees.gather({("decode", "stock"): root}, {("decode", "stock")}, allow_drift=False)
+    assert caught.value.kind == "drift"
+
+
 def test_a_patched_tree_does_not_pass_for_stock(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "t")
     _change(root)
@@ -176,7 +248,7 @@ def test_a_patched_tree_does_not_pass_for_stock(tmp_path: Path) -> None:
 
 
 def test_a_tree_in_which_a_stand_ins_target_moved_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checker: Path
 ) -> None:
     site = tmp_path / "env/lib/python3.11/site-packages"
     site.mkdir(parents=True)
@@ -197,7 +269,7 @@ def test_a_stand_in_that_hides_a_patch_is_refused_before_anything_starts(
     base, root = make_tree(tmp_path / "base"), make_tree(tmp_path / "t")
     _change(root)
     monkeypatch.setattr(trees, "stock", lambda role, say: base)
-    with pytest.raises(RigError, match="a patch changes it") as caught:
+    with pytest.raises(RigError, match="a patch changes x in") as caught:
         trees.gather({("decode", "patched"): root}, {("decode", "patched")}, allow_drift=True)
     assert caught.value.kind == "stand-in"
     _change(base)

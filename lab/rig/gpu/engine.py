@@ -171,6 +171,7 @@ VARIANTS = (
         "exact speculative",
     ),
     Variant("stock watched", "patched", EAGER, {"PATCHBUNDLE_RIG_TOPK": "watch"}),
+    # Every gate unset, and a selection that is no noise: to the last bit.
     Variant("stock plain by torch", "stock", BY_TORCH, UNFUSED),
     Variant("patched plain by torch", "patched", BY_TORCH, UNFUSED, "stock plain by torch", bitwise=True),
 )
@@ -201,7 +202,14 @@ SEEDS = (
 )
 ORDERED = ("stock plain", "exact plain", "exact speculative", "reference plain", "reference speculative")
 # Asked once and never again.
-DONE = ("patched plain", "patched speculative", "gates speculative", "stock watched")
+DONE = (
+    "patched plain",
+    "patched speculative",
+    "gates speculative",
+    "stock watched",
+    "stock plain by torch",
+    "patched plain by torch",
+)
 
 
 def unpack(pack: Path, home: Path) -> dict[str, Path]:

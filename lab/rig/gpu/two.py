@@ -57,7 +57,7 @@ from lab.rig.errors import RigError
 from lab.rig.gpu.engine import GHOSTS, SITE, entry, unpack
 from lab.rig.gpu.pack import KERNELS, PATCHED
 from lab.rig.member import Spec
-from lab.rig.tree import REPOSITORY, find, recognise
+from lab.rig.tree import REPOSITORY, find
 
 # By whether it is for a decode half.
 GPU_MODELS = {False: "glm-dsa-gpu", True: "glm-dsa-gpu-iteration"}
@@ -307,7 +307,7 @@ class OnCpu:
     def __init__(self) -> None:
         self.python = environment.ensure("0.5.17", print)
         self.tree = find("decode", trees.patched("decode", print))
-        recognise(self.tree, False)
+        trees.recognise(self.tree, False)
         self.models = {half: models.ensure(name, cache.ensure) for half, name in CPU_MODELS.items()}
         self.folder = deployment.new_folder("two-cpu")
         self.made_of: dict[str, Any] = {}

@@ -59,8 +59,16 @@ def touched_by(stock: Path, patched: Path) -> set[tuple[str, str]]:
     return found
 
 
+def _one_holds_the_other(one: str, other: str) -> bool:
+    """Whether two dotted names are the same, or one names something inside the other."""
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
 def conflicts(changed: Iterable[tuple[str, str]], entries: Iterable[StandIn]) -> list[str]:
     """Stand-ins that touch a changed function, in words.
+
+    A stand-in for a class hides what a patch changes in its methods; one for a method may be wrong in a class whose
+    bases, attributes or decorators a patch changes.
 
     Args:
         changed: pairs of path (relative to the folder that holds the package) and dotted name.
@@ -71,8 +79,9 @@ def conflicts(changed: Iterable[tuple[str, str]], entries: Iterable[StandIn]) ->
     for entry in entries:
         base = entry.module.replace(".", "/")
         for path in (f"{base}.py", f"{base}/__init__.py"):
-            if (path, entry.name) in places:
-                out.append(f"{entry.target} is a stand-in, and a patch changes it in {path}")
+            for name in sorted(name for where, name in places if where == path):
+                if _one_holds_the_other(name, entry.name):
+                    out.append(f"{entry.target} is a stand-in, and a patch changes {name} in {path}")
     return out
 
 

@@ -460,6 +460,24 @@ def test_a_package_that_moved_its_body_into_init_is_found_too() -> None:
     assert not patches.conflicts([("pack/mod/__init__.py", "g"), ("pack/other.py", "f")], [entry])
 
 
+@pytest.mark.parametrize(
+    ("changed", "stands_in", "found"),
+    [
+        ("Pool.put", "Pool", True),
+        ("Pool", "Pool.put", True),
+        ("Pool.Inner.put", "Pool", True),
+        ("Pool.put", "Pool.put", True),
+        ("Pool.put", "Pool.get", False),
+        ("PoolTwo.put", "Pool", False),
+        ("Pool", "PoolTwo", False),
+        ("put", "Pool.put", False),
+    ],
+)
+def test_a_class_and_its_methods_are_in_each_others_way(changed: str, stands_in: str, found: bool) -> None:
+    told = patches.conflicts([("pack/mod.py", changed)], [_entry(target=f"pack.mod:{stands_in}")])
+    assert bool(told) == found and all(f"changes {changed} in pack/mod.py" in words for words in told)
+
+
 # Device calls and checks
 
 
