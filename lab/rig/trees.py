@@ -94,31 +94,49 @@ def patched(role: str, say: Say = lambda text: None) -> Path:
     return cache.ensure(f"trees/patched-{RELEASES[role]}", digest, build, NEEDED)
 
 
+def in_a_files_place(found: Tree) -> list[str]:
+    """Paths that Python would import, perhaps in the place of a released file, and that RECORD does not name.
+
+    Compiled modules, bytecode without its source, and what lies in a folder beside a module of its name. Bytecode in
+    ``__pycache__`` is left out: an engine of the rig has a folder of its own for it.
+    """
+    listed: set[str] = set()
+    for record in found.root.glob(f"sglang-{found.version}.dist-info/RECORD"):
+        listed |= {row[0] for row in csv.reader(record.read_text("utf-8", "replace").splitlines()) if row}
+    paths = (path for path in sorted((found.root / "sglang").rglob("*")) if path.parent.name != "__pycache__")
+    return [
+        name
+        for path in paths
+        if path.suffix in (".so", ".pyc") or (path.suffix == ".py" and path.parent.with_suffix(".py").is_file())
+        if (name := path.relative_to(found.root).as_posix()) not in listed
+    ]
+
+
 def recognise(found: Tree, allow_drift: bool) -> str:
     """Say at which level a tree stands: ``base`` only if its RECORD and the bundle's checker both say so.
-
-    RECORD alone does not see what else Python would import in a file's place: a compiled module, bytecode without its
-    source, a package beside a module of its name.
 
     Args:
         allow_drift: go on with a tree that is not recognised.
 
     Raises:
-        RigError: kind ``drift``; the tree is not one the bundle knows and ``allow_drift`` is not set.
+        RigError: kind ``drift``; the tree is not one the bundle knows, or holds what Python would import in a file's
+            place, and ``allow_drift`` is not set.
     """
     level = tree.recognise(found, allow_drift, CHECKER)
-    if level != "base":
-        return level
-    # One of the two has said so: what does the other say?
-    argv = [sys.executable, str(CHECKER), "--role", found.role, "--root", str(found.root), "--full"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    wrong = tree.record_differences(found)
-    if done.returncode == 0 and _BASE.search(done.stdout) and not wrong:
+    wrong = [f"{name} is extra" for name in in_a_files_place(found)]
+    if level == "base":
+        # One of the two has said so: what does the other say?
+        argv = [sys.executable, str(CHECKER), "--role", found.role, "--root", str(found.root), "--full"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        wrong += tree.record_differences(found)
+        if done.returncode != 0 or not _BASE.search(done.stdout):
+            wrong.append((done.stderr or done.stdout).strip())
+    if not wrong:
         return level
     if allow_drift:
         return "drifted, allowed"
-    told = "; ".join(wrong[:5]) or (done.stderr or done.stdout).strip()
-    raise RigError("drift", f"{found.root} is not {found.role} as it was released: {told}. Use --allow-drift to run it")
+    told = "; ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+    raise RigError("drift", f"{found.root} is not {found.role} as it should be: {told}. Use --allow-drift to run it")
 
 
 def see_stand_ins(found: Tree, patched: bool, say: Say = lambda text: None) -> None:

@@ -186,7 +186,7 @@ def test_a_tree_is_base_only_if_the_checker_says_so_too(tmp_path: Path, checker:
         "print('holds:   sglang-0.5.17 at level 1 (some-patch)'); print('[bytecode]')",
     ):
         checker.write_text(code)
-        with pytest.raises(RigError, match="is not decode as it was released") as caught:
+        with pytest.raises(RigError, match="is not decode as it should be") as caught:
             trees.recognise(found, allow_drift=False)
         assert "[bytecode]" in str(caught.value)
         assert caught.value.kind == "drift"
@@ -197,10 +197,34 @@ def test_a_tree_is_base_only_if_its_record_says_so_too(tmp_path: Path, checker: 
     found = tree.find("decode", make_tree(tmp_path / "t"))
     for damage, told in ((_add, "extra.py is extra"), (_forget, "no RECORD")):
         damage(found.root)
-        with pytest.raises(RigError, match=f"is not decode as it was released: .*{told}.*--allow-drift") as caught:
+        with pytest.raises(RigError, match=f"is not decode as it should be: .*{told}.*--allow-drift") as caught:
             trees.recognise(found, allow_drift=False)
         assert caught.value.kind == "drift"
         assert trees.recognise(found, allow_drift=True) == "drifted, allowed"
+
+
+@pytest.mark.parametrize("level", ["base", "some-patch"])
+@pytest.mark.parametrize(
+    "name", ["server_args.abi3.so", "server_args/__init__.pyc", "server_args/__init__.py", "new.pyc"]
+)
+def test_what_python_would_import_in_a_files_place_is_drift_at_every_level(
+    tmp_path: Path, checker: Path, level: str, name: str
+) -> None:
+    found = tree.find("decode", make_tree(tmp_path / "t"))
+    if level != "base":
+        _change(found.root)
+    checker.write_text(f"print('holds:   sglang-0.5.17 at level {int(level != 'base')} ({level})')")
+    cached = found.root / "sglang/srt/__pycache__/server_args.cpython-311.pyc"
+    cached.parent.mkdir()
+    cached.write_bytes(b"")
+    assert trees.recognise(found, allow_drift=False) == level
+    extra = found.root / "sglang/srt" / name
+    extra.parent.mkdir(exist_ok=True)
+    extra.write_bytes(b"")
+    with pytest.raises(RigError, match=f"sglang/srt/{name} is extra") as caught:
+        trees.recognise(found, allow_drift=False)
+    assert caught.value.kind == "drift"
+    assert trees.recognise(found, allow_drift=True) == "drifted, allowed"
 
 
 def test_no_part_of_the_rig_asks_record_alone() -> None:
