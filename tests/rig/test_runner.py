@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lab.rig import boot, client, deployment, runner, trees
-from lab.rig import tree as engine_tree
 from lab.rig.errors import RigError
 from lab.rig.measure import MEASURES
 from lab.rig.scenario import Drain, Refusal, Send
@@ -273,7 +272,7 @@ def test_own_trees_are_turned_and_must_stand_where_the_turn_says(
     done: list[tuple[str, bool]] = []
     levels = iter(["last", "base", "base"])
     monkeypatch.setattr(trees, "apply", lambda role, root, revert: done.append((role, revert)))
-    monkeypatch.setattr(engine_tree, "recognise", lambda one, allow_drift: next(levels))
+    monkeypatch.setattr(trees, "recognise", lambda one, allow_drift: next(levels))
     own = {("decode", "own"): Tree("decode", tmp_path, "x"), ("decode", "stock"): Tree("decode", tmp_path, "x")}
     runner.turn_trees(own, "apply", lambda text: None)
     runner.turn_trees(own, "revert", lambda text: None)
