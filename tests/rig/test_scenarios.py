@@ -402,3 +402,13 @@ def test_every_variable_that_the_rig_sets_is_named_in_its_page(tmp_path: Path, m
 
 def test_every_measure_is_told_in_words() -> None:
     assert all(measure.about and measure.arguments in (1, 2) for measure in MEASURES.values())
+
+
+def test_a_printed_line_of_the_page_is_one_that_its_scenario_demands() -> None:
+    """A page once printed `errors(x) == n` of runs before the scenario demanded `told(x) == n`."""
+    page = (tree.REPOSITORY / "docs" / "rig.md").read_text(encoding="utf-8")
+    printed = re.findall(r"^([\w-]+) +([\w-]+) +(\S.*?\S)  +[\d.e+-]+ +ok$", page, re.MULTILINE)
+    demanded = {name: {hold.text for hold in scenario.load(name).holds} for name in scenario.names()}
+    told = [(name, hold) for _, name, hold in printed if name in demanded]
+    assert len(told) > 100
+    assert [(name, hold) for name, hold in told if hold not in demanded[name]] == []

@@ -973,6 +973,17 @@ def test_the_documentation_says_how_many_selections_were_compared() -> None:
         assert f"brought 1 text and {told}" in text
         assert run["repeated"] == {"times": 200, "different_texts": 1}
     assert "200 repetitions" in text
+    # The demanded number alone would be met by prefills. Plain, every row can be told: two layers, a prompt of 5,000
+    # tokens, whose last 8 are computed again each time that the rest was cached, and 8 decode steps of each repetition.
+    prefill, ends, steps = (2 * rows for rows in (5000, 199 * 8, 200 * 8))
+    rows = found["runs"]["dcp2 checked"]["selections_compared"]
+    assert [after - before for before, after in zip(rows["before"], rows["after"], strict=True)] == 2 * [
+        prefill + ends + steps
+    ]
+    assert f"{prefill:,} are the prefill of the first repetition, {ends:,} the ends of the other 199 prompts" in text
+    assert f"\n{steps:,} the decode steps" in text
+    drafted = found["runs"]["dcp2 eagle 3/1/4"]["selections_compared"]
+    assert drafted["after"][0] - drafted["before"][0] > 3 * (5000 + 199 * 8)
 
 
 def test_one_command_made_it_under_eight_minutes_of_the_files_that_it_names() -> None:
