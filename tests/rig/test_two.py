@@ -981,7 +981,7 @@ def test_the_documentation_says_how_many_selections_were_compared() -> None:
         prefill + ends + steps
     ]
     assert f"{prefill:,} are the prefill of the first repetition, {ends:,} the ends of the other 199 prompts" in text
-    assert f"\n{steps:,} the decode steps" in text
+    assert f" {steps:,} the decode steps" in text
     drafted = found["runs"]["dcp2 eagle 3/1/4"]["selections_compared"]
     assert drafted["after"][0] - drafted["before"][0] > 3 * (5000 + 199 * 8)
 
