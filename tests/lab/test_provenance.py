@@ -42,6 +42,7 @@ OTHERS = {
     "lab/rig/gpu/parts.py",
     "lab/rig/gpu/reference.py",
     "lab/rig/gpu/seeds.py",
+    "lab/rig/gpu/selections.py",
 }
 SCRIPTS = sorted(
     path.relative_to(ROOT).as_posix()
