@@ -164,3 +164,21 @@ class TestDStays:
             one.run(one.script(p_delay=0.02, d_first=0.05, d_tokens=3, d_stays=20.0))
             traces.append(trace(one, chat(True), "/v1/chat/completions", 5.0))
         assert traces[0]["loads"] == (0, 0) and traces[1:] == traces[:1] * len(PATCHED)
+
+
+class TestBrokenStream:
+    """With the strict acknowledgement alone the stream runs through the pump of the stock build."""
+
+    @pytest.mark.parametrize("mode", ["cut", "sse_error"])
+    @STRICTLY
+    def test_a_stream_that_breaks_ends_with_an_event_that_says_so(
+        self, bench: Any, mode: str, gates: dict[str, str]
+    ) -> None:
+        one: Bench = bench("patched", gates)
+        one.run(one.script(d_mode=mode, d_first=0.1))
+        answer = one.run(one.ask(chat(True)))
+        # A blank line more stands before the event where D's own last one was ended: no event for a client.
+        *_, broken, marker = [event for event in answer.body.decode().split("\n\n") if event]
+        assert answer.status == 200 and not answer.error
+        assert "error" in json.loads(broken.removeprefix("data: ")) and marker == "data: [DONE]"
+        assert one.run(one.settle())[1] == (0, 0)
