@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import functools
+import hashlib
 import shutil
 import statistics
 import subprocess
@@ -63,6 +64,18 @@ def lay_out(tree: Path, target: Path) -> None:
         copy = target / path.relative_to(tree)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
+
+
+def digest(tree: Path) -> str:
+    """SHA-256 of what :func:`lay_out` takes of a tree: a change to any of it makes a result one of another series."""
+    with tempfile.TemporaryDirectory() as place:
+        thin = Path(place)
+        lay_out(tree, thin)
+        found = hashlib.sha256()
+        for path in sorted(filter(Path.is_file, thin.rglob("*"))):
+            of_file = hashlib.sha256(path.read_bytes()).hexdigest()
+            found.update(f"{path.relative_to(thin).as_posix()}\0{of_file}\n".encode())
+    return found.hexdigest()
 
 
 def load(folder: Path, name: str, device: str) -> World:
@@ -304,7 +317,8 @@ def measured(given: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
             one = functools.partial(bandwidth, world, count, given.layers, given.device)
             part(f"{count} tokens", functools.partial(add, rates, lambda run=one: [run()]))
     rows = [*failed, *verdicts(trips, high, given.device), *(row for rate in rates for row in figures(rate))]
-    return rows, {"round_trips": trips, "high_slots": high, "bandwidth": rates}
+    trees = {name: digest(given.trees / name) for name in ("stock", "patched")}
+    return rows, {"trees": trees, "round_trips": trips, "high_slots": high, "bandwidth": rates}
 
 
 def main() -> None:

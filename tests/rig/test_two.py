@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import random
@@ -816,7 +815,8 @@ def test_the_collectives_are_timed_without_multicast(monkeypatch: pytest.MonkeyP
 def test_the_result_names_the_patched_files_and_whether_kernels_were_carried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carried: bool
 ) -> None:
-    (tmp_path / pack.PATCHED).write_bytes(b"patched")
+    (tmp_path / "one.py").write_text("1", encoding="ascii")
+    pack.archive(tmp_path, ["one.py"], tmp_path / pack.PATCHED)
     taken: list[str] = []
     if carried:
         (tmp_path / pack.KERNELS).write_bytes(b"")
@@ -825,8 +825,7 @@ def test_the_result_names_the_patched_files_and_whether_kernels_were_carried(
     monkeypatch.setattr(models, "ensure", lambda *given: tmp_path)
     monkeypatch.setattr(shutil, "unpack_archive", lambda path, *given, **more: taken.append(Path(path).name))
     made = two.OnGpu(tmp_path).made_of
-    digest = hashlib.sha256(b"patched").hexdigest()
-    assert made == {"patched_sha256": digest, "carried_kernels": carried}
+    assert made == {"patched_sha256": pack.content(tmp_path / pack.PATCHED), "carried_kernels": carried}
     assert taken == ([pack.KERNELS] if carried else [])
 
 

@@ -11,6 +11,7 @@ what it is compared with. Scores are peaked and the ranks' shares unequal, so th
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -25,6 +26,9 @@ from torch import Tensor
 
 from lab import provenance
 
+# Of the patched tree: the engine's own merge of the ranks' parts, and the patch's localisation.
+MERGE = "sglang/kernels/ops/attention/dcp_kernels.py"
+LOCALISE = "sglang/srt/research/kernels/dcp_localise.py"
 WIDTH, LATENT, PAGE = 576, 512, 64
 SCALE = WIDTH**-0.5
 # (heads that the model gives a DCP group, heads that the kernel wants)
@@ -246,8 +250,7 @@ def run(flash_mla: Any, tree: Path, device: str = "cuda", *, total: int = 65_536
         flash_mla: ``sgl_kernel.flash_mla``, or what stands for it.
         tree: the patched tree, which holds the merge kernel and the localisation.
     """
-    correct = file(tree / "sglang/kernels/ops/attention/dcp_kernels.py").correct_attn_out
-    localise = file(tree / "sglang/srt/research/kernels/dcp_localise.py").localise
+    correct, localise = file(tree / MERGE).correct_attn_out, file(tree / LOCALISE).localise
     return [
         case(Kernel(flash_mla, fp8, heads, padded, rows, selected), ranks, total, correct, localise, device)
         for fp8 in (True, False)
@@ -283,7 +286,8 @@ def main() -> int:
     arguments = parser.parse_args()
     cases = run(importlib.import_module("sgl_kernel.flash_mla"), arguments.tree)
     # Each case draws from a seed that its shape gives.
-    report = {**provenance.of(__file__, None), "rows": rows_of(cases)}
+    files = {name: hashlib.sha256((arguments.tree / name).read_bytes()).hexdigest() for name in (MERGE, LOCALISE)}
+    report = {**provenance.of(__file__, None), "files": files, "rows": rows_of(cases)}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for one in report["rows"]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gzip
-import hashlib
 import importlib
 import itertools
 import json
@@ -39,7 +38,7 @@ from lab.rig import cache, client, deployment, models, ports
 from lab.rig.client import Answer, Difference, Request, Route
 from lab.rig.engine import LISTENS, READY, clean_environment
 from lab.rig.errors import RigError
-from lab.rig.gpu.pack import ENGINE, KERNELS, PATCHED, archive, files
+from lab.rig.gpu.pack import ENGINE, KERNELS, PATCHED, archive, content, files
 from lab.rig.member import Spec
 from lab.rig.tree import REPOSITORY
 
@@ -774,7 +773,7 @@ class Run:
             with tarfile.open(carried, "r:xz") as source:
                 source.extractall(own, filter="data")
         if patched.is_file():
-            self.report["patched_sha256"] = hashlib.sha256(patched.read_bytes()).hexdigest()
+            self.report["patched_sha256"] = content(patched)
         before = set(compiled(own))
         self.note("unpacked")
         first = self.begin([FIRST], trees, own)

@@ -25,6 +25,7 @@ ENGINE = "engine-0.5.17-gpu.tar.xz"
 PATCHED = "patched-0.5.17.tar.xz"
 KERNELS = "kernels-0.5.17-gpu.tar.xz"
 MADE_FROM = "made-from.txt"
+RECEIPT = "receipt.json"
 NEEDED = 8_000_000_000
 # Not needed on sm_90 with the sparse paths: FlashAttention-3 (1.1 GB), InfLLM, sm_100 kernels, the multimodal package.
 LEFT_OUT = (
@@ -89,6 +90,20 @@ def archive(folder: Path, names: list[str], target: Path) -> None:
         for name in names:
             out.add(folder / name, arcname=name, filter=plain)
     fresh.rename(target)
+
+
+def content(packed: Path) -> str:
+    """SHA-256 of the names and bytes in an archive of :func:`archive`.
+
+    The receipt is left out: it names the patches of every role, and so changes with those that are not in the tree.
+    """
+    found = hashlib.sha256()
+    with tarfile.open(packed, "r:xz") as source:
+        for member in sorted(source, key=lambda one: one.name):
+            made = source.extractfile(member)
+            if made is not None and not member.name.endswith(f"/{RECEIPT}"):
+                found.update(f"{member.name}\0{hashlib.sha256(made.read()).hexdigest()}\n".encode())
+    return found.hexdigest()
 
 
 def files(folder: Path) -> list[str]:

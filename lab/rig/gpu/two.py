@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import hashlib
 import importlib
 import json
 import math
@@ -55,7 +54,7 @@ from lab.rig.client import Answer, Request, Route
 from lab.rig.engine import HOOKS, LISTENS, READY, Engine, clean_environment, engine_spec
 from lab.rig.errors import RigError
 from lab.rig.gpu.engine import GHOSTS, SITE, entry, unpack
-from lab.rig.gpu.pack import KERNELS, PATCHED
+from lab.rig.gpu.pack import KERNELS, PATCHED, content
 from lab.rig.member import Spec
 from lab.rig.tree import REPOSITORY, find
 
@@ -233,7 +232,7 @@ class OnGpu:
         if carried:
             shutil.unpack_archive(pack / KERNELS, self.own, "xztar", filter="data")
         self.made_of: dict[str, Any] = {
-            "patched_sha256": hashlib.sha256((pack / PATCHED).read_bytes()).hexdigest(),
+            "patched_sha256": content(pack / PATCHED),
             "carried_kernels": carried,
         }
 

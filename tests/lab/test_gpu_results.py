@@ -1,0 +1,74 @@
+"""What was measured on a GPU was measured on the decode series as it is: a changed patch asks for its results anew."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import decode_gpu
+from lab.rig import trees
+from lab.rig.gpu import dsa_parts, pack
+
+ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / "evidence/engine"
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ENGINE / name).read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("thin")
+    decode_gpu.pack(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["stock", "patched"])
+def test_retraction_was_measured_on_the_trees_as_they_are(thin: Path, name: str) -> None:
+    assert result("h200-retraction.json")["trees"][name] == decode_gpu.digest(thin / name)
+
+
+def test_another_line_in_a_tree_is_another_digest(thin: Path) -> None:
+    (path,) = (thin / "patched").rglob("retract_draft.py")
+    before, text = decode_gpu.digest(thin / "patched"), path.read_text(encoding="utf-8")
+    path.write_text(text + "\n", encoding="utf-8")
+    assert decode_gpu.digest(thin / "patched") != before
+    path.write_text(text, encoding="utf-8")
+    assert decode_gpu.digest(thin / "patched") == before
+
+
+def test_the_merged_parts_went_through_the_localisation_as_it_is() -> None:
+    source = ROOT / "sources/kernels" / Path(dsa_parts.LOCALISE).name
+    files = result("h200-dsa-parts.json")["files"]
+    assert files[dsa_parts.LOCALISE] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert set(files) == {dsa_parts.LOCALISE, dsa_parts.MERGE}
+
+
+def test_an_archive_is_what_is_in_it_but_for_the_receipt(tmp_path: Path) -> None:
+    def packed(**texts: str) -> str:
+        for name, text in texts.items():
+            path = tmp_path / name.replace("_", "/")
+            path.parent.mkdir(exist_ok=True)
+            path.with_suffix(".json").write_text(text, encoding="ascii")
+        pack.archive(tmp_path, pack.files(tmp_path), tmp_path.with_suffix(".tar.xz"))
+        return pack.content(tmp_path.with_suffix(".tar.xz"))
+
+    first = packed(a_one="1", a_receipt="1")
+    assert packed(a_receipt="2") == first
+    assert packed(a_one="2") != first
+    assert packed(a_one="1") == first
+    assert packed(a_two="") != first
+
+
+@pytest.mark.rig
+@pytest.mark.parametrize("name", ["h200.json", "h200-x2.json"])
+def test_whole_engines_ran_the_series_as_it_is(tmp_path: Path, name: str) -> None:
+    patched, made = trees.patched("decode", print), tmp_path / pack.PATCHED
+    pack.archive(patched, pack.changed(trees.stock("decode", print), patched), made)
+    assert result(name)["patched_sha256"] == pack.content(made)
