@@ -13,7 +13,19 @@ from typing import Any
 
 import click
 
-from lab.rig import bits, deployment, engine, environment, faults, lists, ports, runner, table, trees
+from lab.rig import (
+    bits,
+    deployment,
+    engine,
+    environment,
+    faults,
+    faults_retract,  # noqa: F401  registers its faults
+    lists,
+    ports,
+    runner,
+    table,
+    trees,
+)
 from lab.rig import boot as boots
 from lab.rig import scenario as scenarios
 from lab.rig.client import Request, Route, prompts, send_all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from lab.rig import faults_retract  # noqa: F401  registers its faults
 from lab.rig.faults import chosen
 from lab.rig.say import say
 from lab.rig.standins.hook import after

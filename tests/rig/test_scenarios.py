@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from lab.rig import boot, engine, faults, lists, runner, scenario, tree
+from lab.rig import (
+    boot,
+    engine,
+    faults,
+    faults_retract,  # noqa: F401  registers its faults
+    lists,
+    runner,
+    scenario,
+    tree,
+)
 from lab.rig.boot import Part
 from lab.rig.errors import RigError
 from lab.rig.measure import MEASURES
