@@ -17,6 +17,8 @@ from lab.rig.scenario import Scenario, Send
 # What breaks a transfer or an engine on purpose says nothing about bits.
 RETRACT, RETRACTS_UNDER_DCP = "PATCHBUNDLE_RIG_RETRACT", "SGLANG_RESEARCH_DCP_RETRACT"
 DISTURBANCES = (faults.VARIABLE, "PATCHBUNDLE_RIG_TRANSFER_FAIL", "PATCHBUNDLE_RIG_TRANSFER_HOLD")
+# With it two runs of the same stock engine differ in last bits (5e-7 of a log-probability was seen), its requests one by one.
+DP_ATTENTION = "--enable-dp-attention"
 # Requests of a send that comes together: which of them share a batch differs from run to run, so they go one by one.
 MOST_ONE_BY_ONE = 8
 
@@ -73,13 +75,13 @@ def _router(router: RouterPart) -> RouterPart:
 def stock(entry: Entry) -> Entry:
     """An entry without gates, faults and disturbances, all of it stock.
 
-    Engines that only a gate makes possible are left out, with whatever is sent to them. Of engines, and of routers,
-    that are now the same the first stands for all.
+    Engines that only a gate makes possible are left out, with whatever is sent to them, and so are those with data
+    parallel attention. Of engines, and of routers, that are now the same the first stands for all.
     """
     parts: dict[str, Part] = {}
     names: dict[str, str] = {}
     for part in entry.boot.parts:
-        if not part.gated:
+        if not part.gated and DP_ATTENTION not in part.flags:
             alike = (other.name for other in parts.values() if _engine(other) == _engine(part))
             names[part.name] = next(alike, part.name)
             parts.setdefault(names[part.name], replace(_engine(part), name=part.name))

@@ -185,6 +185,16 @@ def test_a_shipped_engine_that_stock_cannot_be_is_marked_so() -> None:
     assert dsa_under_dcp and all(part.gated for part in dsa_under_dcp)
 
 
+def test_an_engine_that_stock_is_not_twice_is_left_out() -> None:
+    text = BOOT + '[engine.D-two]\nlike = "D"\ntp = 2\nflags = ["--dp-size=2", "--enable-dp-attention"]\n'
+    steps = step("one") + step("two", to='"P", "D-two"')
+    (made,) = bits.without_gates([entry(steps, text)])
+    assert "D-two" not in {part.name for part in made.boot.parts}
+    assert sends(made) == [("one", ("P", "D"))]
+    (kept,) = bits.without_gates([entry(steps, text.replace(', "--enable-dp-attention"', ""))])
+    assert sends(kept) == [("one", ("P", "D")), ("two", ("P", "D-two"))]
+
+
 @pytest.mark.parametrize(("gate", "kept"), [("G", "4,14"), (bits.RETRACTS_UNDER_DCP, None)])
 def test_a_retraction_that_only_a_gate_survives_is_not_forced_without_it(gate: str, kept: str | None) -> None:
     env = f'gates = {{ {gate} = "1" }}\nenv = {{ PATCHBUNDLE_RIG_RETRACT = "4,14" }}\nflags = ["--dcp-size=2"]\n'
