@@ -17,7 +17,7 @@ from lab.rig.scenario import Scenario, Send
 # What breaks a transfer or an engine on purpose says nothing about bits.
 RETRACT, RETRACTS_UNDER_DCP = "PATCHBUNDLE_RIG_RETRACT", "SGLANG_RESEARCH_DCP_RETRACT"
 DISTURBANCES = (faults.VARIABLE, "PATCHBUNDLE_RIG_TRANSFER_FAIL", "PATCHBUNDLE_RIG_TRANSFER_HOLD")
-# With it two runs of the same stock engine differ in last bits (5e-7 of a log-probability was seen), its requests one by one.
+# With it two runs of one stock engine differ in last bits (5e-7 of a log-probability), its requests one by one.
 DP_ATTENTION = "--enable-dp-attention"
 # Requests of a send that comes together: which of them share a batch differs from run to run, so they go one by one.
 MOST_ONE_BY_ONE = 8
