@@ -42,7 +42,7 @@ def _draft_kv_doubled(module: ModuleType) -> None:
     _of_record(module, doubled)
 
 
-@fault("draft-kv-short-record", "a record tells of one token less than is in it", *_DRAFT)
+@fault("draft-kv-short-record", "a record's boundary lies one before the end of what is in it", *_DRAFT)
 def _draft_kv_short_record(module: ModuleType) -> None:
     _of_record(module, lambda record, pool, slots: replace(record, boundary=record.boundary - 1))
 
