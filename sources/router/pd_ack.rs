@@ -888,6 +888,66 @@ mod tests {
     const END: &str = "data: [DONE]\n\n";
 
     #[test]
+    fn every_route_that_generates_must_answer_and_no_other() {
+        for route in ["/generate", CHAT, "/v1/completions"] {
+            assert_eq!(judge_pieces(JSON, route, &[b"{}"]), Err(Fault::Unanswered), "{route}");
+        }
+        for route in ["/v1/rerank", "/generate/", "generate", ""] {
+            assert_eq!(judge_pieces(JSON, route, &[b"{}"]), Ok(()), "{route}");
+        }
+    }
+
+    #[test]
+    fn a_content_type_is_read_without_its_case_and_parameters_and_told_up_to_a_length() {
+        for kind in ["Text/Event-Stream", "TEXT/EVENT-STREAM; charset=utf-8", " text/event-stream ;x"] {
+            assert_eq!(judge(kind, format!("{ITEM}\n\n{END}")), Ok(()), "{kind}");
+        }
+        for kind in ["Application/JSON", "application/json;charset=utf-8"] {
+            assert_eq!(judge(kind, r#"{"text":"a"}"#), Ok(()), "{kind}");
+        }
+        for kind in ["text/event-streams", "application/jsonl", "", ";application/json"] {
+            assert_eq!(judge(kind, "{}"), Err(Fault::ContentType(kind.to_string())), "{kind}");
+        }
+        let told = Fault::ContentType("\u{e9}".repeat(100));
+        assert_eq!(judge(&"\u{e9}".repeat(101), "{}"), Err(told));
+    }
+
+    #[test]
+    fn the_one_word_for_an_abort_is_its_own() {
+        for (word, said) in [("abort", "prefill_ack_aborted"), ("aborted", "good"), ("abor", "good"), ("Abort", "good")] {
+            let body = format!(r#"{{"text":"a","meta_info":{{"finish_reason":{{"type":"{word}"}}}}}}"#);
+            assert_eq!(name(JSON, body), said, "{word}");
+        }
+    }
+
+    #[test]
+    fn a_message_is_kept_up_to_a_length_however_it_comes() {
+        for (length, kept) in [(KEPT - 1, KEPT - 1), (KEPT, KEPT), (KEPT + 1, KEPT), (5 * KEPT, KEPT)] {
+            let told = Err(Fault::Reported {
+                message: "a".repeat(kept),
+                code: None,
+            });
+            for text in ["a".repeat(length), "\\u0061".repeat(length)] {
+                let body = format!(r#"{{"error":"{text}"}}"#);
+                for size in [1, 7, KEPT, body.len()] {
+                    let pieces: Vec<&[u8]> = body.as_bytes().chunks(size).collect();
+                    assert_eq!(judge_pieces(JSON, CHAT, &pieces), told, "{length} in pieces of {size}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn nesting_is_followed_to_a_depth_and_no_deeper() {
+        let nested = |depth: usize| {
+            let inside = depth - 1;
+            format!(r#"{{"text":"a","x":{}{}}}"#, "[".repeat(inside), "]".repeat(inside))
+        };
+        assert_eq!(judge(JSON, nested(DEEPEST)), Ok(()));
+        assert_eq!(judge(JSON, nested(DEEPEST + 1)), Err(Fault::Malformed("it is nested too deep")));
+    }
+
+    #[test]
     fn good_answers_of_every_route_are_good() {
         for body in [
             r#"{"id":"x","choices":[{"message":{"content":"a"},"finish_reason":"length"}],"usage":null,"error":null}"#,

@@ -35,21 +35,47 @@ pub fn refuse_rank(url: &str) -> Result<(), String> {
 }
 
 /// The rank in a URL that an operator gave, and what stands before it: a number behind an `@` at its end, or where a URL
-/// has its host, whatever is behind that. A reader of URLs takes such a number for an address and leaves out the blanks
-/// around a URL, line ends and tabs in it, and a dot at the end of its host.
+/// has its host, whatever is behind that. A reader of URLs takes such a number for an address, in base 16 too. It leaves
+/// out the blanks around a URL, line ends and tabs in it, slashes before its host and a dot at the end of that, and reads
+/// escapes and digits of other widths.
 fn rank_in(url: &str) -> Option<(&str, String)> {
     let url = url.trim();
-    let behind = url.split_once("://").map_or(url, |(_, behind)| behind);
+    let behind = match url.split_once(':') {
+        Some((scheme, behind)) if !scheme.contains(['/', '\\', '?', '#', '@']) => behind,
+        _ => url,
+    };
+    let behind = behind.trim_start_matches(['/', '\\', '\t', '\n', '\r']);
     let path = behind.trim_start_matches(|one| !matches!(one, '/' | '\\' | '?' | '#'));
     let named = url.strip_suffix(path).unwrap_or(url);
     [named, url].into_iter().find_map(|text| {
         let (plain, host) = text.rsplit_once('@')?;
         let host = host.split(':').next().unwrap_or(host);
-        let host = host.replace(['\t', '\n', '\r'], "");
-        let rank = host.strip_suffix('.').unwrap_or(&host);
-        let number = !rank.is_empty() && rank.bytes().all(|byte| byte.is_ascii_digit());
-        number.then(|| (plain, rank.to_string()))
+        let host = unescaped(host).replace(['\t', '\n', '\r'], "");
+        let rank = host.trim().trim_end_matches(['.', '\u{3002}', '\u{ff0e}', '\u{ff61}']);
+        is_number(rank).then(|| (plain, rank.to_string()))
     })
+}
+
+/// Text with its `%xx` read; what is none stays.
+fn unescaped(text: &str) -> String {
+    let bytes = text.as_bytes();
+    let (mut read, mut at) = (Vec::with_capacity(bytes.len()), 0);
+    while let Some(&byte) = bytes.get(at) {
+        let digits = text.get(at + 1..at + 3).filter(|digits| byte == b'%' && !digits.starts_with('+'));
+        let escaped = digits.and_then(|digits| u8::from_str_radix(digits, 16).ok());
+        read.push(escaped.unwrap_or(byte));
+        at += if escaped.is_some() { 3 } else { 1 };
+    }
+    String::from_utf8_lossy(&read).into_owned()
+}
+
+/// Whether a reader of URLs takes a host for a number: digits of any script, or `0x` and those of base 16.
+fn is_number(host: &str) -> bool {
+    let of_sixteen = host.strip_prefix("0x").or_else(|| host.strip_prefix("0X"));
+    match of_sixteen {
+        Some(digits) => digits.bytes().all(|byte| byte.is_ascii_hexdigit()),
+        None => !host.is_empty() && host.chars().all(char::is_numeric),
+    }
 }
 
 /// Check a rank that a client asked for, as it is written in the request, against the number of ranks that there are.
@@ -142,11 +168,46 @@ mod tests {
             "/@2",
             "/@2 ",
             "@99999999999999999999999",
+            "@0x2",
+            "@0X1f/",
+            "@0x",
+            "@%32",
+            "@%30%78%32/x",
+            "@\u{ff12}",
+            "@2\u{3002}/",
         ] {
             for url in ["http://h:1", "https://[::1]:8080", "h:1", " http://user@h:1"] {
                 let error = refuse_rank(&format!("{url}{behind}")).unwrap_err();
                 assert!(error.contains(&format!("; give {}", url.trim())), "{error}");
             }
+        }
+    }
+
+    #[test]
+    fn a_rank_is_refused_whatever_stands_before_the_host() {
+        for before in ["http:///", "http:////", "http:/", "http:", "http:\\\\", "//", "http:/\t/", "HTTP:\n//"] {
+            for behind in ["@2", "@2/", "@2/x@y", "@0x2?x"] {
+                let url = format!("{before}h:1{behind}");
+                let error = refuse_rank(&url).unwrap_err();
+                assert!(error.contains(&format!("; give {before}h:1 ")), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_escape_is_read_and_what_is_none_stays() {
+        for (text, read) in [
+            ("%32", "2"),
+            ("a%2Fb%2f", "a/b/"),
+            ("%", "%"),
+            ("%3", "%3"),
+            ("%3g", "%3g"),
+            ("%+3", "%+3"),
+            ("%%32", "%2"),
+            ("%e2%82%ac", "\u{20ac}"),
+            ("\u{20ac}%4", "\u{20ac}%4"),
+        ] {
+            assert_eq!(unescaped(text), read, "{text}");
         }
     }
 
@@ -162,6 +223,12 @@ mod tests {
             "http://h:1@",
             "http://h:1@/",
             "http://h:1@./",
+            "http://u@0xg:1/",
+            "http://u@x2:1/",
+            "http://u@%/",
+            "http://u@2%2e1:1/",
+            "http:///h:1/@2/x",
+            "http:/h:1/x@y/",
             "",
         ] {
             assert_eq!(refuse_rank(url), Ok(()), "{url}");

@@ -12,11 +12,8 @@
 //! * a decode stream that breaks later ends with an event that says so.
 
 use std::{
-    future::{pending, Future},
-    panic::resume_unwind,
-    pin::Pin,
+    future::pending,
     sync::OnceLock,
-    task::{ready, Context, Poll},
     time::{Duration, Instant},
 };
 
@@ -27,7 +24,6 @@ use axum::{
 };
 use reqwest::{RequestBuilder, ResponseBuilderExt};
 use serde_json::{json, Value};
-use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
 use super::{
@@ -87,38 +83,6 @@ struct Judged {
     retry: bool,
 }
 
-/// A task that does not outlive the one who waits for it: dropped, it is ended, and drops all that it holds.
-struct Owned<T>(Option<JoinHandle<T>>);
-
-impl<T> Drop for Owned<T> {
-    fn drop(&mut self) {
-        if let Some(task) = &self.0 {
-            task.abort();
-        }
-    }
-}
-
-impl<T> Future for Owned<T> {
-    type Output = T;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
-        let Some(task) = self.0.as_mut() else {
-            return Poll::Pending;
-        };
-        let ended = ready!(Pin::new(task).poll(context));
-        // It is over, and must not be asked again.
-        self.0 = None;
-        match ended {
-            Ok(value) => Poll::Ready(value),
-            Err(error) => match error.try_into_panic() {
-                Ok(panic) => resume_unwind(panic),
-                // Ended from outside: the runtime is shutting down, and whoever waits goes with it.
-                Err(_) => Poll::Pending,
-            },
-        }
-    }
-}
-
 enum AckFault {
     Transport(reqwest::Error),
     Status(reqwest::Response),
@@ -139,7 +103,7 @@ enum DecodeFault {
 pub async fn dispatch(
     prefill: RequestBuilder,
     decode: RequestBuilder,
-    route: &'static str,
+    route: &str,
     stream: bool,
     keep: bool,
 ) -> Result<Legs, Response> {
@@ -154,13 +118,8 @@ pub async fn dispatch(
             None => pending().await,
         }
     };
-    // In a task of its own, each piece of the answer wakes that alone: waiting here, it would wake the request's task,
-    // and with it every layer that the request came through.
-    let ack = Owned(Some(tokio::spawn(acknowledge(
-        prefill,
-        route,
-        keep.then_some(settings.max_bytes),
-    ))));
+    // In the request's own task: one more for each request would cost a wake of another processor before the answer.
+    let ack = acknowledge(prefill, route, keep.then_some(settings.max_bytes));
     let asked = Instant::now();
     match race(ack, decode_leg(decode, stream), deadline).await {
         Verdict::Good(ack, decode) => Ok((Ok(ack), Ok(decode))),
@@ -186,11 +145,7 @@ pub async fn dispatch(
     }
 }
 
-async fn acknowledge(
-    request: RequestBuilder,
-    route: &'static str,
-    keep: Option<usize>,
-) -> Result<reqwest::Response, AckFault> {
+async fn acknowledge(request: RequestBuilder, route: &str, keep: Option<usize>) -> Result<reqwest::Response, AckFault> {
     let mut response = request.send().await.map_err(AckFault::Transport)?;
     if response.status() != StatusCode::OK {
         return Err(AckFault::Status(response));

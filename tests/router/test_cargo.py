@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from lab.router.build import Builder, BuildError, Result
 
 SOURCE = Path(__file__).parent / "cargo" / "research_modules.rs"
 TREE = SOURCE.with_name("tree_evicts.rs")
-OWNED = SOURCE.with_name("owned.rs")
-STRICT = Path(__file__).parents[2] / "sources" / "router" / "pd_strict.rs"
 MODULES = ("pd_ack", "pd_gates", "pd_race", "pd_rank", "pd_relay", "pd_settings")
 
 
@@ -62,60 +59,3 @@ def test_an_eviction_and_a_request_at_one_node_end_where_stock_waits_for_ever(bu
     assert re.findall(r"^test (\S+) \.\.\. ok$", said, re.MULTILINE), said
     with pytest.raises(BuildError, match="the request and the eviction wait for each other"):
         Builder().test(TREE, "stock")
-
-
-# What ``Owned`` must not do, and the tests that must notice.
-MUTANTS = {
-    "a drop that aborts nothing": ("task.abort();", "let _ = task;"),
-    "a panic that is swallowed": ("Ok(panic) => resume_unwind(panic),", "Ok(_) => Poll::Pending,"),
-    "a panic with other words": ("resume_unwind(panic)", 'resume_unwind(Box::new("it panicked"))'),
-    "a task that is asked again": ("self.0 = None;", ""),
-    "a task ended from outside that is a panic": ("Err(_) => Poll::Pending,", 'Err(_) => panic!("it was ended"),'),
-}
-
-
-def owned() -> tuple[str, str]:
-    """The imports of pd_strict.rs from the standard library, and its ``Owned``: all of it up to what stands behind."""
-    text = STRICT.read_text()
-    imports, found = (
-        re.search(pattern, text, re.MULTILINE | re.DOTALL)
-        for pattern in (r"^use std::\{.*?^\};\n", r"^struct Owned<T>.*?(?=^enum AckFault \{)")
-    )
-    assert imports and found, "pd_strict.rs is not laid out as this test expects"
-    assert found[0].count("Owned<T> {") == 2, found[0]
-    return imports[0], found[0]
-
-
-def rust_file(folder: Path, texts: Mapping[str, str]) -> Path:
-    """A Rust file with a module for each text, the tests of owned.rs in each."""
-    imports, tests = owned()[0] + "use tokio::task::JoinHandle;\n", OWNED.read_text().partition("\n\n")[2]
-    modules = (f"mod {name} {{\n{imports}\n{text}\n{tests}}}\n" for name, text in texts.items())
-    source = folder / "owned_tasks.rs"
-    source.write_text("#![allow(unused)]\n" + "".join(modules))
-    return source
-
-
-def test_a_task_does_not_outlive_its_waiter_and_its_panic_is_the_waiters(
-    built: dict[str, Result], tmp_path: Path
-) -> None:
-    said = Builder().test(rust_file(tmp_path, {"owned": owned()[1]}))
-    passed = set(re.findall(r"^test owned::tests::(\w+) \.\.\. ok$", said, re.MULTILINE))
-    assert passed == set(re.findall(r"^    async fn (\w+)\(\) \{$", OWNED.read_text(), re.MULTILINE)) and passed, said
-
-
-def test_every_mutant_of_such_a_task_is_noticed(built: dict[str, Result], tmp_path: Path) -> None:
-    text, mutants = owned()[1], {}
-    for number, (old, new) in enumerate(MUTANTS.values()):
-        assert text.count(old) == 1, old
-        mutants[f"mutant_{number}"] = text.replace(old, new)
-    with pytest.raises(BuildError) as caught:
-        Builder().test(rust_file(tmp_path, {"owned": text, **mutants}))
-    failed = set(re.findall(r"^    (\w+)::tests::\w+$", str(caught.value), re.MULTILINE))
-    assert failed == mutants.keys(), str(caught.value)
-
-
-def test_a_failing_test_is_a_failure(built: dict[str, Result], tmp_path: Path) -> None:
-    source = tmp_path / "fails.rs"
-    source.write_text("#[test]\nfn it_fails() {\n    assert_eq!(1, 2);\n}\n")
-    with pytest.raises(BuildError, match="it_fails"):
-        Builder().test(source)
