@@ -223,8 +223,6 @@ mod tests {
             "http://h:1@",
             "http://h:1@/",
             "http://h:1@./",
-            "http://u@0xg:1/",
-            "http://u@x2:1/",
             "http://u@%/",
             "http://u@2%2e1:1/",
             "http:///h:1/@2/x",
@@ -232,6 +230,16 @@ mod tests {
             "",
         ] {
             assert_eq!(refuse_rank(url), Ok(()), "{url}");
+        }
+    }
+
+    #[test]
+    fn a_number_is_digits_or_a_prefix_and_digits_of_base_16() {
+        for host in ["0", "12", "0x", "0xfF", "0X1", "\u{ff12}", "\u{0664}2"] {
+            assert!(is_number(host), "{host}");
+        }
+        for host in ["", "0xg", "x2", "1a", "a", "-1", "0x0x1", "1 "] {
+            assert!(!is_number(host), "{host}");
         }
     }
 

@@ -133,7 +133,9 @@ def test_flush_loads_and_metrics_reach_the_server_itself(bench: Any) -> None:
 
 
 # What a reader of URLs takes for the address 0.0.0.2 (or 0.0.0.0).
-RANKED = pytest.mark.parametrize("behind", ["@2", "@0", "@2/", "@2?x", "@2#x", "@2:80", "@2:80/x", "@2 ", "@2."])
+RANKED = pytest.mark.parametrize(
+    "behind", ["@2", "@0", "@2/", "@2?x", "@2#x", "@2:80", "@2:80/x", "@2 ", "@2.", "@0x2", "@%32"]
+)
 
 
 @RANKED
