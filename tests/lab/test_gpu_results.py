@@ -72,3 +72,17 @@ def test_whole_engines_ran_the_series_as_it_is(tmp_path: Path, name: str) -> Non
     patched, made = trees.patched("decode", print), tmp_path / pack.PATCHED
     pack.archive(patched, pack.changed(trees.stock("decode", print), patched), made)
     assert result(name)["patched_sha256"] == pack.content(made)
+
+
+def test_the_table_of_the_kernels_by_themselves_is_the_result() -> None:
+    text = (ROOT / "docs/dsa-dcp.md").read_text(encoding="utf-8")
+    cases = [one for one in result("h200-dsa-parts.json")["rows"] if "localise_us" in one]
+    table = [one for one in cases if (one["heads"], one["ranks"]) == (64, 2)]
+    assert len(table) == 6
+    rows = [
+        f"| `{one['kernel']}` | {one['rows']} | {one['attention_us']:.1f} | {one['localise_us']:.1f} |\n"
+        for one in table
+    ]
+    assert "".join(rows) in text
+    assert f"{len(cases)} of {len(cases)} cases hold" in text and all(one["holds"] for one in cases)
+    assert f"1 + the value, is {max(one['max_error'] for one in cases):.4f};" in text
