@@ -651,7 +651,7 @@ def test_all_conditions_are_named_at_once(new: Side) -> None:
     changes["tp_size"] = 3 * 4 * 2  # three attention ranks
     with pytest.raises(new.ours["dsa_dcp_guard"].DsaDcpRefused) as error:
         build_pool(new, arguments(2, **changes), PAGE)
-    assert str(error.value).count("(found ") >= 14
+    assert str(error.value).count("(found ") == 15
 
 
 def test_ranks_that_may_select_differently_are_refused(new: Side, monkeypatch: pytest.MonkeyPatch) -> None:

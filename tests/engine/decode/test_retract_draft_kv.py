@@ -197,7 +197,7 @@ def test_the_first_draft_after_the_return_starts_from_the_last_step(new: World) 
             boundary = int(one.request.hidden_states_tensor)
             assert boundary > len(one.prompt)
             assert int(one.request.output_dsa_topk_indices) == boundary
-            assert one.request.output_topk_p.shape == (1,) and one.request.output_topk_index.dtype == torch.int64
+            assert one.request.output_topk_index.dtype == torch.int64
     assert sum(one.poor for one in (first, second)) == 0
 
 
@@ -207,6 +207,24 @@ def test_what_is_relayed_for_another_boundary_is_not_taken(alone: World) -> None
         node.run(force(node, {4: Node.retract}))
     (one,) = [one for one in (first, second) if one.rows_behind]
     assert int(one.request.hidden_states_tensor) == len(one.prompt) == int(one.request.output_dsa_topk_indices)
+
+
+@pytest.mark.parametrize("reason", ["", "no overlap", "a result is unread", "nothing was relayed yet"])
+def test_each_reason_to_keep_the_old_state_is_enough(alone: World, reason: str) -> None:
+    relayed = {"topk_p_buf": torch.tensor([9.0, 0.25]), "topk_index_buf": torch.tensor([9, 7])}
+    relay = SimpleNamespace(
+        _forward_buf_initialized=reason != "nothing was relayed yet", need_hidden_states=False, **relayed
+    )
+    scheduler = SimpleNamespace(
+        enable_overlap=reason != "no overlap", result_queue=["x"] * (reason == "a result is unread"), future_map=relay
+    )
+    request = SimpleNamespace(
+        req_pool_idx=1, output_topk_p="old", output_topk_index="old", output_dsa_topk_indices=None
+    )
+    with alone.entered():
+        alone.module("research.retract_draft")._note_first_draft(request, scheduler)
+    kept = (request.output_topk_p, request.output_topk_index)
+    assert kept == ("old", "old") if reason else [float(one) for one in kept] == [0.25, 7]
 
 
 def test_a_request_without_a_seed_is_given_none(new: World) -> None:
