@@ -37,7 +37,7 @@ pub fn refuse_rank(url: &str) -> Result<(), String> {
 /// The rank in a URL that an operator gave, and what stands before it: a number behind an `@` at its end, or where a URL
 /// has its host, whatever is behind that. A reader of URLs takes such a number for an address, in base 16 too. It leaves
 /// out the blanks around a URL, line ends and tabs in it, slashes before its host and a dot at the end of that, and reads
-/// escapes and digits of other widths.
+/// escapes and digits of other widths. Not every spelling is known here: it also leaves out characters without a width.
 fn rank_in(url: &str) -> Option<(&str, String)> {
     let url = url.trim();
     let behind = match url.split_once(':') {
@@ -47,12 +47,18 @@ fn rank_in(url: &str) -> Option<(&str, String)> {
     let behind = behind.trim_start_matches(['/', '\\', '\t', '\n', '\r']);
     let path = behind.trim_start_matches(|one| !matches!(one, '/' | '\\' | '?' | '#'));
     let named = url.strip_suffix(path).unwrap_or(url);
-    [named, url].into_iter().find_map(|text| {
-        let (plain, host) = text.rsplit_once('@')?;
+    let number = |host: &str| {
+        let host = unescaped(&host.replace(['\t', '\n', '\r'], ""));
+        let rank = host.trim_end_matches(['.', '\u{3002}', '\u{ff0e}', '\u{ff61}']);
+        is_number(rank).then(|| rank.to_string())
+    };
+    let in_place_of_host = named.rsplit_once('@').and_then(|(plain, host)| {
         let host = host.split(':').next().unwrap_or(host);
-        let host = unescaped(host).replace(['\t', '\n', '\r'], "");
-        let rank = host.trim().trim_end_matches(['.', '\u{3002}', '\u{ff0e}', '\u{ff61}']);
-        is_number(rank).then(|| (plain, rank.to_string()))
+        Some((plain, number(host)?))
+    });
+    in_place_of_host.or_else(|| {
+        let (plain, end) = url.rsplit_once('@')?;
+        Some((plain, number(end)?))
     })
 }
 
@@ -175,6 +181,8 @@ mod tests {
             "@%30%78%32/x",
             "@\u{ff12}",
             "@2\u{3002}/",
+            "@%\t32",
+            "@0\t2/",
         ] {
             for url in ["http://h:1", "https://[::1]:8080", "h:1", " http://user@h:1"] {
                 let error = refuse_rank(&format!("{url}{behind}")).unwrap_err();
@@ -227,6 +235,8 @@ mod tests {
             "http://u@2%2e1:1/",
             "http:///h:1/@2/x",
             "http:/h:1/x@y/",
+            "http://h:1/?q=a@5:x",
+            "h/x:y@2/",
             "",
         ] {
             assert_eq!(refuse_rank(url), Ok(()), "{url}");

@@ -205,17 +205,18 @@ fn with_body(mut response: reqwest::Response, body: Bytes) -> reqwest::Response 
 async fn refuse_ack(fault: AckFault, retry: bool) -> Response {
     let bad = StatusCode::BAD_GATEWAY;
     let (status, name, message, connecting) = match fault {
-        AckFault::Transport(error) if error.is_timeout() => (
-            StatusCode::GATEWAY_TIMEOUT,
-            "prefill_ack_timeout",
-            format!("Prefill server error: {error}"),
-            false,
-        ),
+        // A host that is down lets the connection time out: that too is no answer, and no silence behind one.
         AckFault::Transport(error) if error.is_connect() => (
             bad,
             "prefill_server_error",
             format!("Prefill server error: {error}"),
             true,
+        ),
+        AckFault::Transport(error) if error.is_timeout() => (
+            StatusCode::GATEWAY_TIMEOUT,
+            "prefill_ack_timeout",
+            format!("Prefill server error: {error}"),
+            false,
         ),
         AckFault::Transport(error) => (bad, "prefill_ack_cut", format!("Prefill server error: {error}"), false),
         AckFault::Status(response) => {
@@ -249,7 +250,7 @@ async fn refuse_ack(fault: AckFault, retry: bool) -> Response {
 async fn refuse_decode(fault: DecodeFault, acknowledged: bool, after: Duration) -> Response {
     let (status, name, message, good) = match fault {
         DecodeFault::Transport(error) => {
-            let (status, good) = if error.is_timeout() {
+            let (status, good) = if error.is_timeout() && !error.is_connect() {
                 let status = StatusCode::GATEWAY_TIMEOUT;
                 (status, word_on_decode(status.as_u16(), acknowledged, after))
             } else {

@@ -6,8 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +121,22 @@ class TestStock:
         one: Bench = bench("stock")
         one.run(one.script(d_mode="cut", d_first=0.1))
         assert one.run(one.ask(chat(True))).error
+
+
+@contextmanager
+def unanswered(port: int) -> Iterator[None]:
+    """Let a connection to ``port`` be neither taken nor refused, as by a host that is down: nobody accepts, and the
+    queue of those who wait is full."""
+    with ExitStack() as held:
+        listening = held.enter_context(socket.socket())
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen(0)
+        for _ in range(4):
+            waiting = held.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        yield
 
 
 async def open_breakers(bench: Bench) -> set[str]:
@@ -434,6 +453,25 @@ class TestRetriesAndBreakers:
             # D may be let go before it has the request: the router's own count tells how often it tried.
             assert one.run(one.metric("smg_worker_retries_total", '"prefill"')) == 2
             assert one.run(one.settle())[1] == (0, 0)
+
+    @pytest.mark.parametrize(
+        ("worker", "code", "held"),
+        [(0, "prefill_server_error", (1.0, 0.0)), (1, "decode_server_error", (0.0, 1.0))],
+        ids=["P", "D"],
+    )
+    def test_a_worker_whose_host_says_nothing_is_held_to_it(
+        self, built: dict[str, Result], worker: int, code: str, held: tuple[float, float]
+    ) -> None:
+        with Bench(built["patched"], environment=ON, flags=BREAKER, decodes=1, apart=True) as one:
+            one.run(one.script(p_mode="hang" if worker else "ok"))
+            one.server_processes[worker].kill()
+            one.server_processes[worker].wait()
+            with unanswered((*one.prefill_ports, *one.decode_ports)[worker]):
+                answer = one.run(one.ask(chat(True), seconds=30))
+            # The router's own limit for a connection is ten seconds.
+            assert answer.status == 502 and answer.seconds > 9
+            assert json.loads(answer.body)["error"]["code"] == code
+            assert one.run(blames(one)) == held
 
     @pytest.mark.parametrize(
         ("script", "least_seconds", "held"),
