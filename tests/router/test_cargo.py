@@ -59,3 +59,10 @@ def test_an_eviction_and_a_request_at_one_node_end_where_stock_waits_for_ever(bu
     assert re.findall(r"^test (\S+) \.\.\. ok$", said, re.MULTILINE), said
     with pytest.raises(BuildError, match="the request and the eviction wait for each other"):
         Builder().test(TREE, "stock")
+
+
+def test_a_failing_test_is_a_failure(built: dict[str, Result], tmp_path: Path) -> None:
+    source = tmp_path / "fails.rs"
+    source.write_text("#[test]\nfn it_fails() {\n    assert_eq!(1, 2);\n}\n")
+    with pytest.raises(BuildError, match="it_fails"):
+        Builder().test(source)
