@@ -164,6 +164,7 @@ class Progress:
     "tokens, with which the first chunk brings the whole prompt back.",
 )
 @click.option("--seed", type=int, default=17, show_default=True)
+@click.option("--label", default="", help="Words for the result: what was loaded, and where.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Result as JSON, and beside it as HTML.")
 @click.option("--json", "as_json", is_flag=True)
 def main(
@@ -179,6 +180,7 @@ def main(
     timeout: float,
     late: float,
     count: str,
+    label: str,
     out: Path | None,
     as_json: bool,
     **shape: Any,
@@ -230,7 +232,7 @@ def main(
         for reason in report.invalid:
             click.echo(f"invalid: {reason}", err=True)
         try:
-            _write(out, len(order) > 1, run, workload, span, count)
+            _write(out, len(order) > 1, run, workload, span, {"label": label, "count": count})
         except OSError as error:
             lost.append(str(error))
             click.echo(f"not written: {error}", err=True)
@@ -258,7 +260,7 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _write(out: Path | None, several: bool, run: Run, workload: Workload, window: Window, count: str) -> None:
+def _write(out: Path | None, several: bool, run: Run, workload: Workload, window: Window, more: dict[str, str]) -> None:
     """One file a run, so that what ran is kept whatever comes after."""
     if out is None:
         return
@@ -268,7 +270,7 @@ def _write(out: Path | None, several: bool, run: Run, workload: Workload, window
         **provenance.of(__file__, workload.seed),
         "arm": run.arm,
         "workload": vars(workload),
-        "count": count,
+        **more,
         "window": asdict(window),
         "report": asdict(run.report),
         "workers": [asdict(share) for share in run.shares],

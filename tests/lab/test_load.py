@@ -758,12 +758,12 @@ def broken(done: subprocess.CompletedProcess[str]) -> set[str]:
 def test_the_script_writes_the_run_and_its_page(serve: Callable[..., Server], tmp_path: Path) -> None:
     server = serve(worker="P")
     base = f"http://127.0.0.1:{server.port}"
-    done = script(server, f"--decode=P={base}", out=tmp_path / "run.json")
+    done = script(server, f"--decode=P={base}", "--label=scripted", out=tmp_path / "run.json")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row["value"] for row in json.loads(done.stdout)["rows"]}
     assert rows["failures"] == 0 and rows["sustained"] == 1
     result = json.loads((tmp_path / "run.json").read_text())
-    assert len(result["sent"]) == 40
+    assert len(result["sent"]) == 40 and (result["label"], result["count"]) == ("scripted", "usage")
     assert [(one["requests"], one["prompt"], one["made"]) for one in result["workers"]] == [(40, 280, 120)] * 2
     page = (tmp_path / "run.html").read_text()
     assert "<svg" in page and "src=" not in page and "sustained" in page
