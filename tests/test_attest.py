@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from patchbundle import attest
+from patchbundle import attest, survey, work
 from patchbundle.attest import Attestation
 from patchbundle.errors import BundleError, Reason
+from patchbundle.manifest import Bundle
+from patchbundle.target import Target
+from patchbundle.transaction import Outcome
 from patchbundle.tree import Tree
 from tests import toy as toys
 from tests import trees
@@ -100,7 +106,7 @@ def test_a_damaged_list_of_members(line: str) -> None:
 def test_the_digest_of_a_tree_sees_bytes_modes_links_and_empty_folders(toy: Toy) -> None:
     def digest() -> str:
         with Tree(toy.tree) as tree:
-            return attest.tree_digest(attest.survey(tree))
+            return attest.tree_digest(survey.take(tree))
 
     seen = {digest()}
     (toy.tree / TOOL).chmod(0o700)
@@ -115,3 +121,66 @@ def test_the_digest_of_a_tree_sees_bytes_modes_links_and_empty_folders(toy: Toy)
     assert len(seen) == 5
     (toy.tree / "__pycache__").mkdir()
     assert digest() in seen
+
+
+@pytest.mark.parametrize("limit", [1 << 28, 1])
+def test_a_survey_that_was_begun_before_is_as_good(toy: Toy, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Or another one is taken, where files of the release are larger than what the first one read."""
+    monkeypatch.setattr("patchbundle.attest.LIMIT", limit)
+    monkeypatch.setattr(survey, "_FEW", 1)
+    (toy.tree / TOOL).write_bytes(b"#!/bin/sh\nexit 1\n")
+    (toy.tree / "sglang/x.py").write_bytes(b"")
+    bundle, target = trees.load(toy)
+    with Tree(toy.tree) as tree, attest.begun(tree, target.bases) as under_way:
+        state = trees.look(toy)
+        assert under_way is not None
+        found = attest.attest(tree, bundle, state, 0, under_way)
+    assert found == attested(toy)
+    assert (found.changed, found.extra) == ((TOOL,), ("sglang/x.py",))
+
+
+def test_a_survey_of_another_place_is_not_taken_for_this_one(toy: Toy) -> None:
+    bundle, _ = trees.load(toy)
+    state = trees.look(toy)
+    other = attest.Begun("sglang/srt", survey.BYTECODE, lambda: pytest.fail("not of this base"))
+    with Tree(toy.tree) as tree:
+        assert attest.attest(tree, bundle, state, 0, other).holds
+
+
+def test_no_survey_is_begun_where_bases_lie_in_different_folders(toy: Toy) -> None:
+    base = trees.load(toy)[1].bases[0]
+    with Tree(toy.tree) as tree:
+        for bases in ([], [base, base._replace(marker="other/x.py")]):
+            with attest.begun(tree, bases) as under_way:
+                assert under_way is None
+
+
+def test_a_roundtrip_sees_a_change_of_a_file_that_no_patch_touches(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose size and time are put back."""
+    bundle, target = trees.load(toy)
+    real = work.execute
+
+    def execute(bundle: Bundle, target: Target, *rest: Any) -> Outcome:
+        done = real(bundle, target, *rest)
+        place = target.root / TOOL
+        before = place.stat()
+        place.write_bytes(place.read_bytes().swapcase())
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return done
+
+    with toys.cache_at(toy.cache):
+        assert work.roundtrip(bundle, target.bases[0], offline=True).holds
+        monkeypatch.setattr(work, "execute", execute)
+        with pytest.raises(BundleError) as caught:
+            work.roundtrip(bundle, target.bases[0], offline=True)
+    assert (caught.value.reason, caught.value.found) == (Reason.NOT_ATTESTED, TOOL)
+
+
+def test_a_roundtrip_leaves_nothing_behind(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    bundle, target = trees.load(toy)
+    with toys.cache_at(toy.cache):
+        work.roundtrip(bundle, target.bases[0], offline=True)
+    assert not list(place.iterdir())

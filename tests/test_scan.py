@@ -103,6 +103,14 @@ def test_what_is_looked_for_first_is_in_every_match(pattern: re.Pattern[str], da
     assert re.search(scan._CORE[pattern], data.draw(st.from_regex(pattern)), pattern.flags)
 
 
+@pytest.mark.parametrize("pattern", scan._WORDS, ids=lambda pattern: pattern.pattern[:20])
+@given(st.data())
+def test_one_of_the_words_looked_for_first_is_in_every_match(pattern: re.Pattern[str], data: st.DataObject) -> None:
+    # Letters of either case, and those that only count as one.
+    text = data.draw(st.from_regex(pattern)).casefold()
+    assert any(word in text for word in scan._WORDS[pattern])
+
+
 HEADS = [b"\x7fELF\x02", b"MZ\x90", b"PK\x03\x04", b"\x1f\x8b\x08", b"!<arch>\n", b"text\nand\0more"]
 HEADS += [b"BZh9", b"\xfd7zXZ", b"\x89PNG", b"\xce\xfa\xed\xfe", b"\x80\x04K\x01."]
 

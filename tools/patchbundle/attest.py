@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from patchbundle import record
+from patchbundle import record, survey
 from patchbundle.bases import Base
 from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import ABSENT
 from patchbundle.manifest import Bundle
 from patchbundle.state import State
-from patchbundle.tree import Found, Tree
+from patchbundle.survey import Survey
+from patchbundle.tree import LIMIT, Tree
 
 # Build outputs that may lie in a crate without being a part of it.
-_BYTECODE = frozenset({"__pycache__"})
-_BUILDS = _BYTECODE | {"target", ".git"}
+_BUILDS = survey.BYTECODE | {"target", ".git"}
 
 
 class Attestation(NamedTuple):
@@ -35,24 +37,34 @@ class Attestation(NamedTuple):
         return not self.missing and not self.changed
 
 
-# What stands at each path, without the bytes.
-Survey = Mapping[str, Found]
 # Path -> SHA-256 and size, as a release lists its files.
 Entries = Mapping[str, tuple[str, int]]
 
 
-def survey(tree: Tree, top: str = "", skip: frozenset[str] = _BYTECODE, limit: int | None = None) -> Survey:
-    """Look at everything below ``top`` once, folders included, those called as in ``skip`` left out.
+class Begun(NamedTuple):
+    """A survey that is under way: which folder, what is left out, and what finishes it."""
 
-    Of files with more than ``limit`` bytes only kind and size are told: whoever knows what there may be saves the rest.
-    """
-    return dict(tree.walk(top, skip, limit, keep=False))
+    top: str
+    skip: frozenset[str]
+    finish: Callable[[], Survey]
 
 
-def attest(tree: Tree, bundle: Bundle, state: State, level: int, seen: Survey | None = None) -> Attestation:
+@contextmanager
+def begun(tree: Tree, bases: Iterable[Base]) -> Iterator[Begun | None]:
+    """Begin the survey that :func:`attest` will want; None where it depends on which of the bases the tree is of."""
+    places = {(_top(base), _skip(base)) for base in bases}
+    if len(places) != 1:
+        yield None
+        return
+    top, skip = places.pop()
+    with survey.begun(tree, top, skip, LIMIT) as finish:
+        yield Begun(top, skip, finish)
+
+
+def attest(tree: Tree, bundle: Bundle, state: State, level: int, under_way: Begun | None = None) -> Attestation:
     """Compare every file of the release with the tree. Pinned paths were compared by ``state`` already.
 
-    ``seen`` is a survey of the tree, if there is one already.
+    ``under_way`` is a survey of the tree, if one was begun already.
 
     Raises:
         BundleError: NOT_ATTESTED, if the release's own list of files is not to be had or is not the pinned one.
@@ -60,7 +72,7 @@ def attest(tree: Tree, bundle: Bundle, state: State, level: int, seen: Survey | 
     base = state.base
     archive, expected = _entries_of_crate(bundle, base) if base.is_crate else _entries_of_wheel(tree, state, level)
     pinned = set(state.pins.paths) | {base.receipt}
-    seen = survey_of(tree, base, expected) if seen is None else seen
+    seen = _finished(under_way, base, expected) or survey_of(tree, base, expected)
     below = f"{_top(base)}/".lstrip("/")
     extra = [
         path
@@ -69,7 +81,19 @@ def attest(tree: Tree, bundle: Bundle, state: State, level: int, seen: Survey | 
     ]
     missing, changed = differences(tree, seen, expected, pinned)
     changed += [file.path for file in state.files if not file.holds]
-    return Attestation(archive, len(expected), tuple(missing), tuple(sorted(changed)), tuple(extra))
+    return Attestation(archive, len(expected), tuple(missing), tuple(sorted(changed)), tuple(sorted(extra)))
+
+
+def _finished(under_way: Begun | None, base: Base, expected: Entries) -> Survey | None:
+    """The survey that was begun; None if it is none, or does not look at all that the base asks for."""
+    if under_way is None or _largest(expected) > LIMIT:
+        return None
+    whole = under_way.top == "" and under_way.skip == survey.BYTECODE
+    return under_way.finish() if whole or under_way[:2] == (_top(base), _skip(base)) else None
+
+
+def _largest(expected: Entries) -> int:
+    return max((size for _, size in expected.values()), default=0)
 
 
 def _top(base: Base) -> str:
@@ -77,11 +101,14 @@ def _top(base: Base) -> str:
     return "" if base.is_crate else base.marker.partition("/")[0]
 
 
+def _skip(base: Base) -> frozenset[str]:
+    return _BUILDS if base.is_crate else survey.BYTECODE
+
+
 def survey_of(tree: Tree, base: Base, expected: Entries) -> Survey:
     """A survey of a tree of ``base`` that looks no closer than what its release holds asks for."""
     # What is larger than every file of the release is none of them, whatever it holds.
-    largest = max((size for _, size in expected.values()), default=0)
-    return survey(tree, _top(base), _BUILDS if base.is_crate else _BYTECODE, largest)
+    return survey.take(tree, _top(base), _skip(base), _largest(expected))
 
 
 def differences(tree: Tree, seen: Survey, expected: Entries, apart: Set[str]) -> tuple[list[str], list[str]]:
@@ -105,7 +132,7 @@ def differs(root: Path, paths: Sequence[str], expected: str, next_step: str) -> 
     return BundleError(Reason.NOT_ATTESTED, str(root), expected=expected, found=found, next_step=next_step)
 
 
-def _entries_of_wheel(tree: Tree, state: State, level: int) -> tuple[str, dict[str, tuple[str, int]]]:
+def _entries_of_wheel(tree: Tree, state: State, level: int) -> tuple[str, Entries]:
     """The release's entries, from the tree's own RECORD with our lines undone and recognised by its digest."""
     data = state.data(state.record_path)
     if data is None or state.record_path is None:
@@ -120,8 +147,15 @@ def _entries_of_wheel(tree: Tree, state: State, level: int) -> tuple[str, dict[s
     old = {receipt: record.found(data, receipt), **state.pins.recorded_at(level)}
     overlay = {path: item.release for path, item in state.base.overlay.items()}
     new = {receipt: ABSENT, **state.pins.at(0), **overlay}
-    entries = record.entries(record.edit(data, old, new, state.record_path))
-    return archive_of(state.base, entries, f"{tree.root}/{state.record_path}"), entries
+    entries, digest = _listed(record.edit(data, old, new, state.record_path))
+    return _archive_of(state.base, digest, f"{tree.root}/{state.record_path}"), entries
+
+
+@lru_cache(maxsize=1)
+def _listed(raw: bytes) -> tuple[Entries, str]:
+    """What a RECORD says, and its digest. A roundtrip comes to the same one at each of its looks."""
+    entries = record.entries(raw)
+    return entries, record.entries_digest(entries)
 
 
 def archive_of(base: Base, entries: Entries, where: str) -> str:
@@ -130,7 +164,10 @@ def archive_of(base: Base, entries: Entries, where: str) -> str:
     Raises:
         BundleError: NOT_ATTESTED, if none has.
     """
-    digest = record.entries_digest(entries)
+    return _archive_of(base, record.entries_digest(entries), where)
+
+
+def _archive_of(base: Base, digest: str, where: str) -> str:
     for archive in base.archives:
         if archive.entries == digest:
             return archive.filename
@@ -171,7 +208,7 @@ def tree_digest(seen: Survey) -> str:
     """One digest of everything in a survey: paths, kinds, exact permission bits and bytes."""
     total = hashlib.sha256()
     for path, item in sorted(seen.items()):
-        bits = "-" if item.status is None else f"{item.status.st_mode & 0o7777:04o}"
+        bits = "-" if item.bits is None else f"{item.bits:04o}"
         line = f"{path}\0{item.identity.kind}\0{bits}\0{item.identity.sha256}\n"
         total.update(line.encode("utf-8", "surrogateescape"))
     return total.hexdigest()

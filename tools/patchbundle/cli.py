@@ -99,6 +99,24 @@ def _signed(options: dict[str, Any]) -> tuple[str, Path | None] | None:
     return None if key is None else (key, file)
 
 
+def _scanned(bundle_path: Path) -> tuple[Bundle, int]:
+    """The bundle, read strictly and scanned, and the number of files that were scanned."""
+    from patchbundle import manifest, second
+
+    def scan(_: int) -> int:
+        from patchbundle import scan
+
+        return scan.check(bundle_path)
+
+    with second.shared(1, scan) as files:
+        try:
+            bundle = manifest.load(bundle_path)
+        finally:
+            # What must not be published is told first, whatever else is wrong.
+            files()
+    return bundle, files()[0]
+
+
 def _discover(report: Report, bundle: Bundle, options: Mapping[str, Any]) -> Target:
     from patchbundle import change
 
@@ -489,10 +507,9 @@ def recover_command(report: Report, bundle_path: Path, root: Path, back: bool, d
 @verb("roundtrip")
 def roundtrip_command(report: Report, bundle_path: Path, role: str | None, each_level: bool, offline: bool) -> Exit:
     """Every series on its real base, up and down again, attested and compared byte for byte."""
-    from patchbundle import manifest, scan, work
+    from patchbundle import work
 
-    scan.check(bundle_path)
-    bundle = manifest.load(bundle_path)
+    bundle, _ = _scanned(bundle_path)
     rows = [
         work.roundtrip(bundle, base, each_level=each_level, offline=offline, progress=report.progress)
         for base in bundle.bases.values()
@@ -861,10 +878,9 @@ def check_cli(
         patches = sum(path.endswith(".patch") for path in bundle.lock.artifacts)
         files, done = len(bundle.artifacts), "as the lock says"
     else:
-        from patchbundle import launch, scan
+        from patchbundle import launch
 
-        files, done = scan.check(bundle_path), "scanned"
-        bundle = manifest.load(bundle_path)
+        (bundle, files), done = _scanned(bundle_path), "scanned"
         launch.check_files(bundle_path)
         patches = len(bundle.patches)
     change.require_signature(report, bundle, signed)

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from patchbundle import attest, guard, names, transaction, work
+from patchbundle import guard, names, survey, transaction, work
 from patchbundle.bases import Base
 from patchbundle.disk import Disk
 from patchbundle.errors import BundleError, Reason
@@ -120,9 +120,9 @@ def _copy(tree: Tree, disk: Disk, top: str) -> None:
             disk.mkdir(f"{_MADE}/{path}", permissions | stat.S_IRWXU, None)
         else:
             disk.create(f"{_MADE}/{path}", found.data, permissions, None, sync=False)
-    before = {path: item.identity for path, item in attest.survey(tree, top).items()}
+    before = {path: item.identity for path, item in survey.take(tree, top).items()}
     with Tree(disk.root / _MADE) as copy:
-        after = {path: item.identity for path, item in attest.survey(copy, top).items()}
+        after = {path: item.identity for path, item in survey.take(copy, top).items()}
     if before != after:
         path = min(path for path in {*before, *after} if before.get(path) != after.get(path))
         raise BundleError(Reason.SWAPPED, str(tree.root / path), expected="no change while it was copied")

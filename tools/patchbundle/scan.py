@@ -218,14 +218,27 @@ _CORE = {
     _REMOTE: r"@(?<=[\w.-]@)[\w.-]+:[/~]",
     _PATHS: r"/(?:home|Users|root|data|mnt|nfs|scratch|srv|work|workspace)/",
 }
+# Where no such core is quick to find: one of these is in each match, in letters of either case.
+_WORDS = {
+    _SECRETS["an access token"]: (
+        *("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "sk-", "xox", "pypi-", "npm_"),
+        *("bearer ", "akia", "eyj"),
+    ),
+    _SECRETS["a credential"]: ("passw", "secret", "key", "token"),
+    _SECRETS["a bare credential"]: ("passw", "secret", "key", "token"),
+}
 
 
 def _scan_text(text: str) -> Iterator[tuple[int, str, str]]:
     """Line, name and words of every finding."""
     # Most texts hold next to nothing: one look at all of one tells which rules are worth a look at each line. What
     # matches in a line matches in the whole, for "^" and "$" stand for a line's ends there too.
+    folded = text.casefold()
     rules = [
-        rule for rule in _RULES if re.search(_CORE.get(rule[1], rule[1].pattern), text, rule[1].flags | re.MULTILINE)
+        rule
+        for rule in _RULES
+        if any(word in folded for word in _WORDS.get(rule[1], ("",)))
+        and re.search(_CORE.get(rule[1], rule[1].pattern), text, rule[1].flags | re.MULTILINE)
     ]
     for number, line in enumerate(text.split("\n") if rules else (), 1):
         for what, pattern, shown in rules:

@@ -15,10 +15,11 @@ from patchbundle import names
 from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import ABSENT, EXECUTABLE, PLAIN, File, Identity
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK the open of a fifo would wait for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _Self = TypeVar("_Self", bound="Tree")
+Buffer = memoryview
 _ABSENT = {errno.ENOENT}
 # What is held in memory at most where the caller knows no closer limit: more than any file that a series touches.
 LIMIT = 1 << 28
@@ -75,7 +76,7 @@ class Tree:
         fd = os.dup(self.fd)
         for part in path.split("/") if path else ():
             try:
-                child = os.open(part, _FOLDER, dir_fd=fd)
+                child = os.open(part, FOLDER, dir_fd=fd)
             finally:
                 # The descriptor of the parent is closed as soon as the child's is there.
                 os.close(fd)
@@ -102,7 +103,7 @@ class Tree:
         """
         try:
             with self.parent(path) as (folder, name):
-                return _find(folder, name, limit, keep)
+                return look(folder, name, limit, None if keep else buffer())
         except OSError as error:
             if error.errno in _ABSENT:
                 return Found(ABSENT)
@@ -153,28 +154,22 @@ class Tree:
             raise unreadable(self.root / path, error) from error
 
     def walk(
-        self,
-        top: str = "",
-        skip: frozenset[str] = frozenset({"__pycache__"}),
-        limit: int | None = LIMIT,
-        *,
-        keep: bool = True,
+        self, top: str = "", skip: frozenset[str] = frozenset({"__pycache__"}), limit: int | None = LIMIT
     ) -> Iterator[tuple[str, Found]]:
         """Every path below ``top`` with what stands there, folders included, none entered whose name is in ``skip``.
 
-        ``limit`` and ``keep`` are as in :meth:`find`.
+        ``limit`` is as in :meth:`find`.
         """
         with self.folder(top) as fd:
-            yield from _walk(fd, f"{top}/" if top else "", skip, limit, None if keep else _buffer())
+            yield from _walk(fd, f"{top}/" if top else "", skip, limit)
 
 
-def _buffer() -> memoryview:
+def buffer() -> Buffer:
+    """Memory to hash files in, one after the other."""
     return memoryview(bytearray(_PART))
 
 
-def _walk(
-    fd: int, prefix: str, skip: frozenset[str], limit: int | None, buffer: memoryview | None
-) -> Iterator[tuple[str, Found]]:
+def _walk(fd: int, prefix: str, skip: frozenset[str], limit: int | None) -> Iterator[tuple[str, Found]]:
     for name in sorted(os.listdir(fd)):
         path = prefix + name
         try:
@@ -186,21 +181,26 @@ def _walk(
         try:
             status = os.fstat(child)
             if not stat.S_ISDIR(status.st_mode):
-                yield path, _look(child, status, limit, buffer)
+                yield path, _look(child, status, limit, None)
             elif name not in skip:
                 yield path, Found(_FOLDER_THERE, None, status)
-                yield from _walk(child, f"{path}/", skip, limit, buffer)
+                yield from _walk(child, f"{path}/", skip, limit)
         finally:
             os.close(child)
 
 
-def _find(folder: int, name: str, limit: int | None, keep: bool) -> Found:
+def look(folder: int, name: str, limit: int | None, own: Buffer | None) -> Found:
+    """As :meth:`Tree.find`, of a name in an open folder; with a buffer the bytes are hashed there and not kept.
+
+    Raises:
+        OSError: it cannot be read, or is not there.
+    """
     try:
         fd = os.open(name, _FILE, dir_fd=folder)
     except OSError as error:
         return _not_opened(folder, name, error)
     try:
-        return _look(fd, os.fstat(fd), limit, None if keep else _buffer())
+        return _look(fd, os.fstat(fd), limit, own)
     finally:
         os.close(fd)
 
@@ -215,16 +215,14 @@ def _not_opened(folder: int, name: str, error: OSError) -> Found:
     return Found(Identity(kind))
 
 
-def _look(fd: int, status: os.stat_result, limit: int | None, buffer: memoryview | None) -> Found:
-    """What an open descriptor is of. With a ``buffer`` the bytes are hashed there, one part after the other."""
+def _look(fd: int, status: os.stat_result, limit: int | None, own: Buffer | None) -> Found:
+    """What an open descriptor is of. With a buffer (``own``) the bytes are hashed there, part by part."""
     if not stat.S_ISREG(status.st_mode):
         return Found(Identity(kind_of(status.st_mode)))
     mode = EXECUTABLE if status.st_mode & stat.S_IXUSR else PLAIN
     if limit is not None and status.st_size > limit:
         return Found(Identity("file", mode, "", status.st_size), None, status)
-    parts, sha256, size = (
-        _read(fd, status.st_size, limit) if buffer is None else _hash(fd, status.st_size, limit, buffer)
-    )
+    parts, sha256, size = _read(fd, status.st_size, limit) if own is None else _hash(fd, status.st_size, limit, own)
     data = b"".join(parts) if sha256 is not None and parts is not None else None
     return Found(Identity("file", mode, sha256 or "", size), data, status)
 
@@ -245,18 +243,18 @@ def _read(fd: int, size: int, limit: int | None) -> tuple[list[bytes], str | Non
     return parts, total.hexdigest(), count
 
 
-def _hash(fd: int, size: int, limit: int | None, buffer: memoryview) -> tuple[None, str | None, int]:
+def _hash(fd: int, size: int, limit: int | None, own: Buffer) -> tuple[None, str | None, int]:
     """As :func:`_read`, without the bytes. New memory for each file would take as long as hashing it."""
-    count = got = os.readv(fd, [buffer])
-    total = hashlib.sha256(buffer[:got])
+    count = got = os.readv(fd, [own])
+    total = hashlib.sha256(own[:got])
     # Mostly that was all of it, and one call is cheaper than two.
-    while got and not (count == size and got < len(buffer)):
+    while got and not (count == size and got < len(own)):
         # It may have grown since its size was taken.
         if limit is not None and count > limit:
             return None, None, max(count, os.fstat(fd).st_size)
-        got = os.readv(fd, [buffer])
+        got = os.readv(fd, [own])
         count += got
-        total.update(buffer[:got])
+        total.update(own[:got])
     return None, total.hexdigest(), count
 
 

@@ -7,7 +7,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Set
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +30,7 @@ from patchbundle.tree import Tree
 if TYPE_CHECKING:
     from patchbundle.attest import Attestation
     from patchbundle.processes import Census
+    from patchbundle.survey import Memory
 
 Progress = Callable[[str], None]
 
@@ -259,11 +260,11 @@ def check_target(bundle: Bundle, target: Target, expect: str | None, full: bool)
     """
     if full:
         from patchbundle import attest
-    with Tree(target.root) as tree:
+    with Tree(target.root) as tree, attest.begun(tree, target.bases) if full else nullcontext() as under_way:
         state = look(bundle, target, tree)
         if full and state.receipt_fault is not None and state.nearest_holds:
             # It is refused below in any case. What else there is to tell comes first.
-            _require_attested(target, attest.attest(tree, state.bundle, state, state.nearest), extra=True)
+            _require_attested(target, attest.attest(tree, state.bundle, state, state.nearest, under_way), extra=True)
         level = state.require_level(str(target.root))
         if expect is not None:
             _require_expected(bundle, target, Stand(state.bundle, state.base, level), expect)
@@ -278,7 +279,7 @@ def check_target(bundle: Bundle, target: Target, expect: str | None, full: bool)
         caches = bytecode.find(tree, _modules(state), target.mirrors)
         _refuse_bytecode(state, caches)
         _refuse_others(state, target)
-        attestation = attest.attest(tree, state.bundle, state, level) if full else None
+        attestation = attest.attest(tree, state.bundle, state, level, under_way) if full else None
         if attestation is not None:
             _require_attested(target, attestation)
             _refuse_forged(state, target, caches)
@@ -370,28 +371,46 @@ class Row(NamedTuple):
         return self.before == self.reverted and (self.before != self.after) == (self.patches > 0)
 
 
-def _verified(bundle: Bundle, target: Target, level: int) -> str:
+def _verified(bundle: Bundle, target: Target, level: int, memory: Memory) -> str:
     """The digest of a tree that stands at ``level`` and is the release but for what the series changes.
 
     Raises:
         BundleError: NOT_EXPECTED or NOT_ATTESTED.
     """
-    from patchbundle import attest
+    from patchbundle import attest, survey
 
-    with Tree(target.root) as tree:
+    with Tree(target.root) as tree, survey.begun(tree, memory=memory) as finish:
         state = look(bundle, target, tree)
         if state.require_level(str(target.root)) != level:
             raise BundleError(
                 Reason.NOT_EXPECTED, str(target.root), expected=state.pins.name_of(level), found=state.level_name
             )
-        seen = attest.survey(tree)
-        attestation = attest.attest(tree, bundle, state, level, seen)
+        attestation = attest.attest(tree, bundle, state, level, attest.Begun("", survey.BYTECODE, finish))
+        seen = finish()
     if not attestation.holds or attestation.extra:
         differ = [*attestation.missing, *attestation.changed, *attestation.extra]
         raise BundleError(
             Reason.NOT_ATTESTED, str(target.root), expected=attestation.archive, found=", ".join(differ[:5])
         )
     return attest.tree_digest(seen)
+
+
+def _clear_away(root: Path) -> None:
+    """Remove most of a tree of our own, in two processes where it pays. Whatever is left is for its owner to remove."""
+    from patchbundle import second
+
+    # What lies deeper comes first, so that nearly every folder is empty when its turn comes.
+    folders = [(Path(folder), names) for folder, _, names in os.walk(root, topdown=False)]
+
+    def remove(number: int) -> None:
+        for folder, names in folders[number :: second.PIECES]:
+            with suppress(OSError):
+                for name in names:
+                    (folder / name).unlink()
+                folder.rmdir()
+
+    with second.shared(min(len(folders), second.PIECES), remove) as done:
+        done()
 
 
 def roundtrip(
@@ -407,6 +426,7 @@ def roundtrip(
     from tempfile import TemporaryDirectory
 
     from patchbundle import fetch
+    from patchbundle.survey import Memory
 
     archive = fetch.default_archive(base)
     progress(f"{base.id}: fetching {archive.filename}")
@@ -417,19 +437,22 @@ def roundtrip(
     up = list(range(1, top + 1)) if each_level else [top] if top else []
     digests: dict[int, str] = {}
     with TemporaryDirectory(prefix="roundtrip-") as folder:
-        root = Path(folder)
+        root = Path(folder, "tree")
+        root.mkdir()
         progress(f"{base.id}: unpacking")
         fetch.unpack(place, root)
         unpacking = time.monotonic() - began
         record = f"{base.distribution.replace('-', '_')}-{base.version}.dist-info/RECORD"
         target = Target(root, (base,), base.version, None, None if base.is_crate else record, ())
-        before = reverted = digests[0] = _verified(bundle, target, 0)
+        # Nobody else knows of this tree. An operator's is looked at anew each time.
+        memory = Memory(Path(folder, "clock"))
+        before = reverted = digests[0] = _verified(bundle, target, 0, memory)
         for direction, levels in (("apply", up), ("revert", [*reversed(up[:-1]), *([0] if up else [])])):
             for level in levels:
                 progress(f"{base.id}: {direction} to {pins.name_of(level)}")
                 state, plan = make_plan(bundle, target, direction, pins.name_of(level))
                 execute(bundle, target, state, plan)
-                after = _verified(bundle, target, level)
+                after = _verified(bundle, target, level, memory)
                 reverted = after
                 if digests.setdefault(level, after) != after:
                     raise BundleError(
@@ -438,6 +461,7 @@ def roundtrip(
                         expected=f"the tree of {pins.name_of(level)} as on the way up, {digests[level]}",
                         found=after,
                     )
+        _clear_away(root)
     sources = sum(len(patch.sources) for patch in bundle.series(base.role))
     return Row(
         base.role,

@@ -1,0 +1,119 @@
+"""A second process takes a part of some work; whatever becomes of it, all of the work is done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from patchbundle import second
+
+COUNT = 50
+
+
+@pytest.fixture(autouse=True)
+def two_processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine with two processors; and nothing is left of it, no process and no descriptor."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    before = os.listdir("/proc/self/fd")
+    yield
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def squares(me: int, other: str = "") -> dict[int, int]:
+    """The squares, shared; ``other`` is what the second process does instead after its third one."""
+    made = 0
+
+    def work(number: int) -> int:
+        nonlocal made
+        made += 1
+        if os.getpid() != me and made > 3:
+            if other == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if other == "ended":
+                os._exit(0)
+            if other == "fails":
+                raise OSError("only there")
+        return number * number
+
+    with second.shared(COUNT, work) as done:
+        # The other one is far by now.
+        time.sleep(0.1)
+        return done()
+
+
+@pytest.mark.parametrize("other", ["", "killed", "ended", "fails"])
+def test_all_is_done_however_the_second_process_ends(other: str) -> None:
+    assert squares(os.getpid(), other) == {number: number * number for number in range(COUNT)}
+
+
+@pytest.mark.parametrize("answer", [b"", b"x", b"\xff" * 20, b"i\x01\x00"])
+def test_an_answer_that_is_none_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    monkeypatch.setattr("marshal.dump", lambda said, stream: stream.write(answer))
+    assert squares(os.getpid()) == {number: number * number for number in range(COUNT)}
+
+
+def test_the_second_process_does_its_part() -> None:
+    with second.shared(COUNT, lambda number: os.getpid()) as done:
+        time.sleep(0.1)
+        assert set(done().values()) - {os.getpid()}
+
+
+def test_results_go_packed_and_come_unpacked() -> None:
+    with second.shared(COUNT, lambda number: {number}, packed=sorted, unpacked=set) as done:
+        time.sleep(0.1)
+        assert done() == {number: {number} for number in range(COUNT)}
+
+
+def test_an_error_is_raised_here() -> None:
+    def work(number: int) -> int:
+        if number == 7:
+            raise OSError("seven")
+        return number
+
+    with second.shared(COUNT, work) as done:
+        time.sleep(0.05)
+        with pytest.raises(OSError, match="seven"):
+            done()
+
+
+def test_no_result_is_asked_for_twice() -> None:
+    calls: list[int] = []
+    with second.shared(3, calls.append, alone=True) as done:
+        assert done() is done()
+    assert calls == [0, 1, 2]
+
+
+def test_work_that_is_given_up_ends() -> None:
+    began = time.monotonic()
+    with second.shared(COUNT, lambda number: time.sleep(60)):
+        pass
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("why", ["alone", "one processor", "threads", "no room"])
+def test_without_a_second_process_it_is_all_done_here(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def fork() -> int:
+        assert why == "no room"
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "fork", fork)
+    if why == "one processor":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    if why == "threads":
+        thread.start()
+    try:
+        with second.shared(3, lambda number: os.getpid(), alone=why == "alone") as done:
+            assert done() == dict.fromkeys(range(3), os.getpid())
+    finally:
+        end.set()
+        if why == "threads":
+            thread.join()
