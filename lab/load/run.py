@@ -6,28 +6,35 @@ import asyncio
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 from lab.load.accounting import Clock, Sent
-from lab.load.stream import Answer, Failure, Reader
+from lab.load.stream import Answer, Failure
+from lab.load.strict import Strict
 from lab.load.workers import NoMetrics, Reading, read
 from lab.load.workload import Request
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go. ``base``: the address before ``/v1``. timeout: seconds for one whole answer."""
+    """Where requests go. ``base``: the address before ``/v1``. timeout: seconds for one whole answer.
+
+    ids: the chunks are to bring the ids of their tokens, in place of a count with each.
+    """
 
     base: str
     model: str
     timeout: float = 600.0
+    ids: bool = False
 
     def body(self, request: Request, new: int) -> dict[str, Any]:
-        """A completion that runs to its full length and counts its tokens in every chunk."""
+        """A completion that runs to its full length and lets its chunks be counted."""
+        count = {"return_token_ids": True} if self.ids else {}
+        often = {} if self.ids else {"continuous_usage_stats": True}
         return {
             "model": self.model,
             "prompt": request.prompt,
@@ -35,7 +42,8 @@ class Endpoint:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "stream_options": {"include_usage": True, **often},
+            **count,
         }
 
 
@@ -74,7 +82,7 @@ class Loop:
     """
 
     endpoint: Endpoint
-    requests: Sequence[Request]
+    requests: Iterable[Request]
     new: int
     workers: Mapping[str, str] = field(default_factory=dict)
     every: float = 1.0
@@ -91,8 +99,9 @@ class Loop:
             self._open: dict[int, Sent] = {}
             start = log.began = time.monotonic()
             watch = asyncio.create_task(self._watch(session, log, start))
+            tasks: list[asyncio.Task[None]] = []
             try:
-                tasks = []
+                # Whatever is lazy is made here, before its time, and forgotten with its answer.
                 for request in self.requests:
                     await asyncio.sleep(max(start + request.at - time.monotonic(), 0))
                     if self.over():
@@ -100,7 +109,11 @@ class Loop:
                     tasks.append(asyncio.create_task(self._one(session, request, start, log)))
                 await asyncio.gather(*tasks)
             finally:
-                watch.cancel()
+                for task in (watch, *tasks):
+                    task.cancel()
+                ended, *_ = await asyncio.gather(watch, *tasks, return_exceptions=True)
+                if isinstance(ended, Exception):
+                    log.troubles.append(f"nobody looked at clocks and metrics after: {ended!r}")
                 log.sent += self._open.values()
                 log.sent.sort(key=lambda one: one.number)
             await self._look(session, log)
@@ -112,10 +125,10 @@ class Loop:
                 f"{self.endpoint.base}/v1/models", timeout=aiohttp.ClientTimeout(total=30)
             ) as answer:
                 listed = await answer.json(content_type=None)
-                names = [model["id"] for model in listed["data"]]
+                names = [str(model["id"]) for model in listed["data"]]
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Unusable(f"{self.endpoint.base} does not answer: {error!r}") from error
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, LookupError, TypeError):
             return  # It does not list its models; a wrong one shows as a status then.
         if names and self.endpoint.model not in names:
             raise Unusable(f"{self.endpoint.base} serves {', '.join(names)}, not {self.endpoint.model}")
@@ -125,7 +138,9 @@ class Loop:
         for name, address in self.workers.items():
             try:
                 async with session.get(f"{address}/metrics", timeout=aiohttp.ClientTimeout(total=10)) as answer:
-                    log.readings.setdefault(name, []).append(read(await answer.text()))
+                    text = (await answer.read()).decode(errors="replace")
+                at = time.monotonic() - log.began if log.began else 0.0
+                log.readings.setdefault(name, []).append(read(text, at))
             except (aiohttp.ClientError, OSError, TimeoutError, NoMetrics) as error:
                 trouble = f"metrics of {name} are missing: {error}"
                 if trouble not in log.troubles:
@@ -141,7 +156,7 @@ class Loop:
     async def _one(self, session: aiohttp.ClientSession, request: Request, start: float, log: Log) -> None:
         began = time.monotonic() - start
         self._open[request.number] = Sent(request.number, request.at, began, None, None)
-        reader, marks, worker, left = Reader(self.new), list[float](), "", False
+        reader, marks, worker, left = Strict(self.new), list[float](), "", False
         limit = aiohttp.ClientTimeout(total=self.endpoint.timeout, sock_connect=30)
         try:
             async with session.post(
@@ -149,7 +164,8 @@ class Loop:
             ) as answer:
                 worker = answer.headers.get("x-worker", "")
                 if answer.status != 200:
-                    reader.fail(Failure.STATUS, f"{answer.status}: {(await answer.text())[:200]}")
+                    said = (await answer.content.read(200)).decode(errors="replace")
+                    reader.fail(Failure.STATUS, f"{answer.status}: {said}")
                 elif answer.content_type != "text/event-stream":
                     reader.fail(Failure.CONTENT_TYPE, answer.content_type)
                 else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import string
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -42,7 +44,7 @@ class Workload:
     seed: int = 17
 
     def __post_init__(self) -> None:
-        if self.rate <= 0 or self.seconds <= 0:
+        if not (0 < self.rate < math.inf and 0 < self.seconds < math.inf):
             raise ValueError(f"a rate of {self.rate} requests per second for {self.seconds} s is no load")
         if min(self.prefixes, self.suffix, self.new) < 1 or self.prefix < 0:
             raise ValueError("a workload has at least one prefix, one token of suffix and one new token")
@@ -88,15 +90,16 @@ def times(workload: Workload) -> list[float]:
     return made
 
 
-def requests(workload: Workload) -> list[Request]:
-    """Everything that will be sent; the same seed gives the same requests. Prefixes take turns."""
+def requests(workload: Workload) -> Iterator[Request]:
+    """Everything that will be sent, one after another: all prompts together are gigabytes.
+
+    The same seed gives the same requests. Prefixes take turns.
+    """
     heads = [
         _words(workload, random.Random(f"{workload.seed} prefix {number}"), workload.prefix)
         for number in range(workload.prefixes)
     ]
-    made: list[Request] = []
     for number, at in enumerate(times(workload)):
         tail = _words(workload, random.Random(f"{workload.seed} suffix {number}"), workload.suffix)
         turn = number % workload.prefixes
-        made.append(Request(number, at, turn, heads[turn] + tail))  # type: ignore[operator]
-    return made
+        yield Request(number, at, turn, heads[turn] + tail)  # type: ignore[operator]

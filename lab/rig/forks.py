@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import sys
+import tempfile
 import time
 from types import ModuleType
 from typing import Any
@@ -26,6 +28,9 @@ LATER = (
     "sglang.srt.models.registry",
 )
 
+# The engine itself sets it later.
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
 
 @after("sglang.srt.entrypoints.engine")
 def _fork(module: ModuleType) -> None:
@@ -37,6 +42,9 @@ def _fork(module: ModuleType) -> None:
     multiprocessing.set_start_method = set_start_method
     # A forked process has a new parent to end with.
     os.register_at_fork(after_in_child=leash)
+    # One of them imports what keeps the metrics, which looks there and then for the folder that all processes share.
+    if "--enable-metrics" in sys.argv and FOLDER not in os.environ:
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="metrics-")
     for name in LATER:
         importlib.import_module(name)
 

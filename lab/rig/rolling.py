@@ -1,9 +1,9 @@
 """A rolling upgrade and its roll back under load: P, D and router, stock or patched with gates on, one at a time.
 
-Requests leave at their times whatever stands. The walk meets all eight mixtures, each role is upgraded and rolled back
-between restarts, and nothing is drained before: the worst that an operator can do. A request is served with the text
-that the stock deployment gave to its prompt, or it fails by a name within a limit. A request that does neither, or
-brings another text, makes the run red; so does a mixture that served nobody.
+Requests leave at their times whatever stands. The walk goes up in the order that docs/fleet.md calls safe, back in the
+reverse one, and then meets the mixtures that are left. Nothing is drained before: the worst that an operator can do. A
+request is served with the text that the stock deployment gave to its prompt, or it fails by a name within a limit. One
+that does neither, or brings another text, makes the run red; so does a mixture that served nobody.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from random import Random
 
 import click
 
+from lab import provenance
 from lab.load.accounting import Sent
 from lab.load.run import Endpoint, Log, Loop, Unusable
 from lab.load.stream import Failure
@@ -40,8 +41,9 @@ PLACES = {
     "D": {STOCK: "D", NEW: "D-new"},
     "router": {STOCK: "R", NEW: "R-new"},
 }
-# One place at a time, all eight mixtures, back at the beginning.
-WALK = ("P", "D", "P", "router", "P", "D", "P", "router")
+# One place at a time: the safe order, its way back, and all mixtures that were not met, back at the beginning.
+UP = ("router", "P", "D")
+WALK = (*UP, *reversed(UP), "P", "D", "P", "router", "D", "router")
 # Seconds after which a request without an end hangs: both engines give each other up after 20.
 LIMIT = 60.0
 
@@ -64,6 +66,7 @@ class Count:
     wrong: int = 0
     hung: int = 0
     slowest: float = 0.0
+    slowest_refused: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -101,6 +104,7 @@ def count(sent: Sequence[Sent], expected: Sequence[str], spells: Sequence[Spell]
             own.hung += 1
         elif one.failure is not None:
             own.refused[one.failure.value] += 1
+            own.slowest_refused = max(own.slowest_refused, (one.ended or 0.0) - one.started)
         elif one.text != expected[one.number % len(expected)]:
             own.wrong += 1
         else:
@@ -123,11 +127,11 @@ def judge(counts: Mapping[Spell, Count], mixtures: int) -> list[Line]:
 
 def table(counts: Mapping[Spell, Count]) -> list[str]:
     """One line a spell."""
-    rows = [("what stood", "requests", "served", "wrong", "hung", "slowest", "refused by name")]
+    rows = [("what stood", "requests", "served", "wrong", "hung", "slowest", "refused within", "by name")]
     for spell, own in counts.items():
         named = ", ".join(f"{name} {number}" for name, number in sorted(own.refused.items())) or "-"
         numbers = (str(own.ended), str(own.served), str(own.wrong), str(own.hung), f"{own.slowest:.1f} s")
-        rows.append((spell.name, *numbers, named))
+        rows.append((spell.name, *numbers, f"{own.slowest_refused:.1f} s" if own.refused else "-", named))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -220,6 +224,20 @@ def expect(endpoint: Endpoint, texts: Sequence[str], new: int) -> list[str]:
     return found
 
 
+def worked(made: Fleet, name: str) -> Counter[str]:
+    """What the gates of a member did since it was started: retractions of D, and requests that P sent in slices."""
+    calls: Counter[str] = Counter()
+    found: Counter[str] = Counter()
+    for event in made.events(name):
+        # Both ranks of D tell of a retraction, and each gets one call without slices.
+        found["retractions"] += event.name == "offload"
+        if event.name == "transfer" and event.values["kind"] == "kv":
+            calls[event.values["room"]] += 1
+    found["retractions"] //= 2
+    found["requests sent in slices"] = sum(number > 2 for number in calls.values())
+    return found
+
+
 def walk(
     made: Fleet,
     running: Load,
@@ -228,6 +246,7 @@ def walk(
     patience: float,
     say: Callable[[str], None],
     spells: list[Spell],
+    told: Counter[str],
 ) -> None:
     """Turn one place after the other under the load.
 
@@ -235,6 +254,7 @@ def walk(
         spells: is filled with what stood when.
         least: requests that a mixture must have served before the next place is turned.
         patience: seconds that they may take.
+        told: is filled with what the gates did.
 
     Raises:
         RigError: a member did not come up.
@@ -256,6 +276,7 @@ def walk(
     for name in steps:
         begin, place = running.now, made.places[name]
         wanted = NEW if place.now == STOCK else STOCK
+        told.update(worked(made, name))
         made.stop(name)
         made.turn(name, wanted)
         made.start(name)
@@ -264,9 +285,14 @@ def walk(
         stand()
 
 
-def result(counts: Mapping[Spell, Count], lines: Sequence[Line], sent: Sequence[Sent]) -> dict[str, object]:
+def result(
+    counts: Mapping[Spell, Count], lines: Sequence[Line], sent: Sequence[Sent], told: Mapping[str, int], seed: int
+) -> dict[str, object]:
     """All of it for a file."""
     return {
+        **provenance.of(__file__, seed),
+        "label": "CPU, TCP loopback",
+        **told,
         "green": all(line.holds for line in lines),
         "spells": [
             {**vars(spell), **vars(own), "refused": dict(own.refused)} for spell, own in counts.items()
@@ -295,6 +321,7 @@ def main(rate: float, kinds: int, length: int, new: int, least: int, seed: int, 
     # As many as an hour would take; the walk ends the load.
     requests = [Request(number, number / rate, 0, texts[number % kinds]) for number in range(int(3600 * rate))]
     spells: list[Spell] = []
+    told: Counter[str] = Counter()
     trouble = ""
     try:
         with fleet(boots.load(BOOT), PLACES, say) as made:
@@ -304,7 +331,7 @@ def main(rate: float, kinds: int, length: int, new: int, least: int, seed: int, 
             say(f"{len(set(expected))} different texts of {kinds} prompts")
             with load(endpoint, requests, new) as running:
                 try:
-                    walk(made, running, WALK, least, LIMIT, say, spells)
+                    walk(made, running, WALK, least, LIMIT, say, spells, told)
                 except (RigError, KeyboardInterrupt) as error:
                     # What was seen until then is told all the same.
                     trouble = str(error) or "interrupted"
@@ -320,8 +347,11 @@ def main(rate: float, kinds: int, length: int, new: int, least: int, seed: int, 
     lines = judge(counts, 2 ** len(PLACES))
     lines.append(Line("walk", "turns that failed == 0", bool(trouble), not trouble, trouble))
     lines.append(Line("walk", "members lost == 0", len(lost), not lost, "; ".join(lost)))
+    lines += [
+        Line("walk", f"{what} >= 1", told[what], told[what] >= 1) for what in ("retractions", "requests sent in slices")
+    ]
     if out is not None:
-        out.write_text(json.dumps(result(counts, lines, sent), indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(result(counts, lines, sent, told, seed), indent=1) + "\n", encoding="utf-8")
     for row in (*table(counts), *verdict(lines)):
         click.echo(row)
     sys.exit(not all(line.holds for line in lines))

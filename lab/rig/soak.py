@@ -20,6 +20,7 @@ from random import Random
 
 import click
 
+from lab import provenance
 from lab.load.accounting import Sent
 from lab.load.workload import Request
 from lab.rig import boot as boots
@@ -212,6 +213,10 @@ def main(
     lines = judge(found, diary, whole)
     slowest = max(((one.ended or 0.0) - one.started for one in sent), default=0.0)
     told: dict[str, object] = {
+        **provenance.of(__file__, seed),
+        "label": "CPU, TCP loopback",
+        "rate": rate,
+        "limit_s": LIMIT,
         "seconds": round(whole, 1),
         "requests": len(sent),
         "ends": dict(sorted(found.items())),

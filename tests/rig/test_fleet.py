@@ -233,7 +233,7 @@ def test_every_request_is_served_wrong_hung_or_refused_by_name() -> None:
     )
     first, turn, last = found.values()
     assert (first.served, first.wrong, first.hung, first.slowest) == (2, 1, 0, 2)
-    assert turn.refused == {"status": 2, "cut": 1} and turn.ended == 3
+    assert turn.refused == {"status": 2, "cut": 1} and turn.ended == 3 and turn.slowest_refused == 2
     assert (last.served, last.hung) == (0, 3)
     assert "status 2" in table(found)[2]
 
@@ -307,23 +307,42 @@ class Turned:
         return []
 
     def events(self, name: str) -> list[deployment.Event]:
-        return [deployment.Event("offload", {})] * 4
+        return [deployment.Event("offload", {})] * 4 + [deployment.Event("transfer", {"kind": "kv", "room": "1"})] * 3
 
 
 def turned(places: dict[str, dict[str, str]]) -> Any:
     return Turned({name: Place(name, names, 1, 2, next(iter(names))) for name, names in places.items()})
 
 
+DO = ("stop", "turn", "start")
+
+
+def test_two_calls_are_one_to_each_rank_and_three_are_slices() -> None:
+    made: Any = turned(rolling.PLACES)
+    calls = [
+        deployment.Event("transfer", {"kind": kind, "room": room})
+        for kind, room in (("kv", "1"), ("aux", "1"), ("kv", "2"))
+    ]
+    made.events = lambda name: calls * 2
+    assert rolling.worked(made, "P")["requests sent in slices"] == 0
+    made.events = lambda name: calls * 3
+    assert rolling.worked(made, "P")["requests sent in slices"] == 2
+
+
 def test_the_walk_meets_all_eight_mixtures_one_turn_at_a_time_and_comes_back() -> None:
     made: Any = turned(rolling.PLACES)
     running: Any = Served()
     spells: list[Spell] = []
-    walk(made, running, rolling.WALK, 2, 5.0, lambda text: None, spells)
+    told: Counter[str] = Counter()
+    walk(made, running, rolling.WALK, 2, 5.0, lambda text: None, spells, told)
     stood = [spell.name for spell in spells if spell.whole]
-    assert len(stood) == 9 and len(set(stood)) == 8 and stood[0] == stood[-1] == "stock-stock-stock"
+    assert len(stood) == 13 and len(set(stood)) == 8 and stood[0] == stood[-1] == "stock-stock-stock"
+    up = ["stock-stock-stock", "stock-stock-new", "new-stock-new", "new-new-new"]
+    assert stood[:7] == up + up[2::-1]  # the safe order, as docs/fleet.md has it, and its way back
     for before, after in itertools.pairwise(stood):
         assert sum(a != b for a, b in zip(before.split("-"), after.split("-"), strict=True)) == 1
-    assert made.did[:6] == ["stop P", "turn P new", "start P", "stop D", "turn D new", "start D"]
+    assert made.did[:6] == [f"{did} {name}{' new' * (did == 'turn')}" for name in ("router", "P") for did in DO]
+    assert told == {"retractions": 2 * len(rolling.WALK), "requests sent in slices": len(rolling.WALK)}
     assert all(a.end <= b.begin for a, b in itertools.pairwise(spells))
 
 
@@ -331,7 +350,7 @@ def test_a_mixture_that_serves_nobody_is_not_waited_for_longer_than_the_patience
     running: Any = Served(serves=False)
     began = time.monotonic()
     spells: list[Spell] = []
-    walk(turned(rolling.PLACES), running, ("P",), 2, 0.3, lambda text: None, spells)
+    walk(turned(rolling.PLACES), running, ("P",), 2, 0.3, lambda text: None, spells, Counter())
     assert 0.5 < time.monotonic() - began < 5 and len(spells) == 3
 
 
@@ -405,3 +424,4 @@ def test_the_walk_tells_what_it_saw_also_when_a_member_does_not_come_up(
     told = json.loads(out.read_text())
     assert done.exit_code == code and said in done.output and made.did[-2:] == ["end", "down"], done.output
     assert told["spells"][0]["name"] == "stock-stock-stock" and told["green"] is (code == 0)
+    assert told["script"] == "lab/rig/rolling.py" and told["label"] == "CPU, TCP loopback"

@@ -77,6 +77,24 @@ def test_what_every_rank_would_import_is_imported_before_the_fork(tree: Path) ->
     assert set(forks.LATER) <= set(run(tree, "spawn")[3])
 
 
+@pytest.mark.parametrize(("flag", "folder"), [("--enable-metrics", True), ("--disable-metrics", False)])
+def test_what_keeps_metrics_finds_their_folder_when_it_is_imported(tree: Path, flag: str, folder: bool) -> None:
+    """Without it an engine's page of metrics is empty."""
+    (tree / (forks.LATER[1].replace(".", "/") + ".py")).write_text(
+        f"import os\nfound = os.environ.get({forks.FOLDER!r})\n"
+    )
+    script = SCRIPT.replace("choose(sys.argv[1])", "choose('spawn')").replace(
+        "sorted(sys.modules)", f"sys.modules[{forks.LATER[1]!r}].found"
+    )
+    env = {name: value for name, value in os.environ.items() if name != forks.FOLDER}
+    env |= {"PYTHONPATH": f"{tree}{os.pathsep}{REPOSITORY}", "TMPDIR": str(tree)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, flag], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    found = json.loads(done.stdout)[3]
+    assert (found is not None and Path(found).is_dir()) if folder else found is None
+
+
 class Socket:
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -136,4 +136,5 @@ def test_the_soak_writes_what_it_saw_and_is_red_where_something_is_held(
     done = CliRunner().invoke(soak.main, ["--minutes", "0.25", "--out", str(out)])
     told = json.loads(out.read_text())
     assert done.exit_code == code and (not held or held in done.output), done.output
+    assert (told["script"], told["rate"], told["limit_s"]) == ("lab/rig/soak.py", 0.3, 120.0)
     assert told["kills"] == {"P1": 1, "D1": 2} and told["retractions"] == 3 + 2 * 2
