@@ -792,6 +792,7 @@ REASONS = "reasons not to believe it"
         ("tokens miscounted", (), set(), "miscounted: the workers had 119 tokens made, the answers say 120", {}),
         ("no metrics", (), set(), "--enable-metrics", {}),
         ("", ("--late=0",), set(), "did not hold its rate", {}),
+        ("slow", ("--rate=20", "--seconds=2", "--window", "1.5", "2"), set(), "is shorter than one request", {}),
     ],
 )
 def test_what_is_planted_fails_the_script_by_its_name_and_the_run_is_kept(
@@ -803,7 +804,7 @@ def test_what_is_planted_fails_the_script_by_its_name_and_the_run_is_kept(
     said: str,
     failures: dict[str, int],
 ) -> None:
-    server = serve(fault=fault, takes=0.2 if fault == "one at a time" else 0.02)
+    server = serve(fault=fault, takes={"one at a time": 0.2, "slow": 1.2}.get(fault, 0.02))
     role = [f"--decode=D=http://127.0.0.1:{server.port}"] if fault == "tokens miscounted" else []
     done = script(server, *options, *role, out=tmp_path / "run.json")
     assert broken(done) == wrong | ({REASONS} if said else set()), done.stdout + done.stderr
