@@ -22,6 +22,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import acceptance_plot
 from lab.load import workers
 from lab.load.accounting import Clock, Sent, Window, account, baab, growth, outstanding, paired, quantile
 from lab.load.queues import allowed
@@ -932,3 +933,30 @@ def test_a_load_that_makes_no_sense_is_refused_before_the_first_request(
     assert done.returncode == code
     assert said in " ".join(done.stderr.split())
     assert server.started == []
+
+
+@pytest.mark.parametrize("name", ["acceptance", "acceptance-overload"])
+def test_the_picture_beside_a_kept_run_is_drawn_from_it(tmp_path: Path, name: str) -> None:
+    result = ROOT / "evidence" / "rig" / f"{name}.json"
+    acceptance_plot.draw(result, tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_text() == result.with_suffix(".svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "sustained", "said"), [("acceptance", True, ""), ("acceptance-overload", False, "hold")]
+)
+def test_the_verdict_of_a_kept_run_is_that_of_today(name: str, sustained: bool, said: str) -> None:
+    """What was kept is judged again: its workers had what was sent, and P's queue grew where more came than went."""
+    kept = json.loads((ROOT / "evidence" / "rig" / f"{name}.json").read_text())
+    sent = [
+        Sent(**{**one, "failure": Failure(one["failure"]) if one["failure"] else None, "gaps": ()})
+        for one in kept["sent"]
+    ]
+    report = reported(sent, Window(**kept["window"]), 2)
+    assert report.sustained is sustained and kept["report"]["sustained"] is sustained
+    assert report.growth == pytest.approx(kept["report"]["growth"])
+    for one in kept["workers"]:
+        share = workers.Share(**one)
+        assert workers.mismatches([share], sent, decode=share.worker == "D") == []
+        assert (share.grew <= share.allowed) or not sustained
+    assert [said in reason for reason in kept["report"]["invalid"]] == [True] * bool(said)

@@ -28,6 +28,7 @@ ITSELF = {"benchmarks/router.py"}
 OTHERS = {
     "benchmarks/boundary_plot.py",
     "benchmarks/engines.py",
+    "benchmarks/acceptance_plot.py",
     "benchmarks/pack_plot.py",
     "benchmarks/picture.py",
     "benchmarks/report.py",
