@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +140,41 @@ def test_a_survey_that_was_begun_before_is_as_good(toy: Toy, monkeypatch: pytest
     assert (found.changed, found.extra) == ((TOOL,), ("sglang/x.py",))
 
 
-def test_a_survey_of_another_place_is_not_taken_for_this_one(toy: Toy) -> None:
-    bundle, _ = trees.load(toy)
+@pytest.mark.parametrize("wrong", [{"place": (0, 0)}, {"top": "sglang/srt"}, {"skip": frozenset()}, {"limit": 1}])
+def test_a_survey_of_another_place_is_not_taken_for_this_one(toy: Toy, wrong: dict[str, Any]) -> None:
+    bundle, target = trees.load(toy)
     state = trees.look(toy)
-    other = attest.Begun("sglang/srt", survey.BYTECODE, lambda: pytest.fail("not of this base"))
     with Tree(toy.tree) as tree:
+        right = survey.Begun(survey.place(tree), "sglang", survey.BYTECODE, None, lambda: pytest.fail("taken"))
+        with pytest.raises(pytest.fail.Exception, match="taken"):
+            attest.attest(tree, bundle, state, 0, right)
+        other = right._replace(**wrong)
         assert attest.attest(tree, bundle, state, 0, other).holds
+        with attest.begun(tree, target.bases, other) as under_way:
+            assert under_way is not other or "limit" in wrong
+        with attest.begun(tree, target.bases, right) as under_way:
+            assert under_way is right
+
+
+@pytest.mark.parametrize("guess", ["right", "another tree", "none"])
+def test_a_check_says_the_same_whatever_was_guessed_before(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guess: str
+) -> None:
+    (toy.tree / TOOL).write_bytes(b"#!/bin/sh\nexit 1\n")
+    other = toys.make(tmp_path / "other")
+    real, guesses = survey.guessed, []
+
+    def guessed(root: Path, top: str) -> AbstractContextManager[survey.Begun | None]:
+        guesses.append(root)
+        return real({"right": root, "another tree": other.tree, "none": root / "nothing"}[guess], top)
+
+    monkeypatch.setattr(survey, "guessed", guessed)
+    done = trees.run(toy, "--root", toy.tree, "--full", check=True)
+    assert done.code == 1
+    assert TOOL in done.err
+    assert guesses == [toy.tree]
+    (toy.tree / TOOL).write_bytes((other.tree / TOOL).read_bytes())
+    assert trees.run(toy, "--root", toy.tree, "--full", check=True).code == 0
 
 
 def test_no_survey_is_begun_where_bases_lie_in_different_folders(toy: Toy) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from patchbundle.errors import BundleError, Reason
 from patchbundle.identity import ABSENT
 from patchbundle.manifest import Bundle
 from patchbundle.state import State
-from patchbundle.survey import Survey
+from patchbundle.survey import Begun, Survey
 from patchbundle.tree import LIMIT, Tree
 
 # Build outputs that may lie in a crate without being a part of it.
@@ -41,24 +41,20 @@ class Attestation(NamedTuple):
 Entries = Mapping[str, tuple[str, int]]
 
 
-class Begun(NamedTuple):
-    """A survey that is under way: which folder, what is left out, and what finishes it."""
-
-    top: str
-    skip: frozenset[str]
-    finish: Callable[[], Survey]
-
-
 @contextmanager
-def begun(tree: Tree, bases: Iterable[Base]) -> Iterator[Begun | None]:
-    """Begin the survey that :func:`attest` will want; None where it depends on which of the bases the tree is of."""
+def begun(tree: Tree, bases: Iterable[Base], early: Begun | None = None) -> Iterator[Begun | None]:
+    """Begin the survey that :func:`attest` will want, if it is not the one that was begun ``early``; None where it
+    depends on which of the bases the tree is of."""
     places = {(_top(base), _skip(base)) for base in bases}
     if len(places) != 1:
         yield None
         return
     top, skip = places.pop()
-    with survey.begun(tree, top, skip, LIMIT) as finish:
-        yield Begun(top, skip, finish)
+    if early is not None and early.covers(tree, top, skip, 0):
+        yield early
+        return
+    with survey.begun(tree, top, skip, LIMIT) as under_way:
+        yield under_way
 
 
 def attest(tree: Tree, bundle: Bundle, state: State, level: int, under_way: Begun | None = None) -> Attestation:
@@ -72,7 +68,10 @@ def attest(tree: Tree, bundle: Bundle, state: State, level: int, under_way: Begu
     base = state.base
     archive, expected = _entries_of_crate(bundle, base) if base.is_crate else _entries_of_wheel(tree, state, level)
     pinned = set(state.pins.paths) | {base.receipt}
-    seen = _finished(under_way, base, expected) or survey_of(tree, base, expected)
+    if under_way is not None and under_way.covers(tree, _top(base), _skip(base), _largest(expected)):
+        seen = under_way.finish()
+    else:
+        seen = survey_of(tree, base, expected)
     below = f"{_top(base)}/".lstrip("/")
     extra = [
         path
@@ -82,14 +81,6 @@ def attest(tree: Tree, bundle: Bundle, state: State, level: int, under_way: Begu
     missing, changed = differences(tree, seen, expected, pinned)
     changed += [file.path for file in state.files if not file.holds]
     return Attestation(archive, len(expected), tuple(missing), tuple(sorted(changed)), tuple(sorted(extra)))
-
-
-def _finished(under_way: Begun | None, base: Base, expected: Entries) -> Survey | None:
-    """The survey that was begun; None if it is none, or does not look at all that the base asks for."""
-    if under_way is None or _largest(expected) > LIMIT:
-        return None
-    whole = under_way.top == "" and under_way.skip == survey.BYTECODE
-    return under_way.finish() if whole or under_way[:2] == (_top(base), _skip(base)) else None
 
 
 def _largest(expected: Entries) -> int:

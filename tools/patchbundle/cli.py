@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from patchbundle.manifest import Bundle
     from patchbundle.processes import Census, Process
     from patchbundle.state import State
+    from patchbundle.survey import Begun
     from patchbundle.target import Target
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -868,6 +869,25 @@ def check_cli(
     \b
     Exit codes: 0 holds, 1 does not hold, 2 usage, 4 a run was interrupted, 6 the file system failed.
     """
+    if not full or options["root"] is None:
+        return _check(report, bundle_path, expect, full, bytecode, evidence, None, options)
+    from patchbundle import survey
+
+    # Hashed while the bundle is read, which then tells whether this was the place.
+    with survey.guessed(options["root"], "sglang") as early:
+        return _check(report, bundle_path, expect, full, bytecode, evidence, early, options)
+
+
+def _check(
+    report: Report,
+    bundle_path: Path,
+    expect: str,
+    full: bool,
+    bytecode: str | None,
+    evidence: bool,
+    early: Begun | None,
+    options: dict[str, Any],
+) -> Exit:
     from patchbundle import change, manifest
 
     signed = _signed(options)
@@ -899,7 +919,7 @@ def check_cli(
     from patchbundle import work
 
     target = _discover(report, bundle, options)
-    state, attestation = work.check_target(bundle, target, None if expect == "any" else expect, full)
+    state, attestation = work.check_target(bundle, target, None if expect == "any" else expect, full, early)
     report.result["level"] = state.level
     report.result["name"] = state.level_name
     report.result["release"] = state.release or None

@@ -72,6 +72,10 @@ class Disk(Tree):
                 self.call("chmod", path, lambda: os.fchmod(fd, permissions))
                 if sync:
                     self.call("fsync", path, lambda: os.fsync(fd))
+                else:
+                    # It is on its way already when the fsync comes, and all of them are under way at once.
+                    with contextlib.suppress(OSError):
+                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from patchbundle.identity import Identity
-from patchbundle.second import PIECES, shared
-from patchbundle.tree import FOLDER, Buffer, Tree, buffer, look
+from patchbundle.second import PIECES, may_help, shared
+from patchbundle.tree import FOLDER, LIMIT, Buffer, Tree, buffer, look
 
 BYTECODE = frozenset({"__pycache__"})
 # Of fewer folders a second process would cost more than it saves.
@@ -19,12 +20,15 @@ _FEW = 20
 # A folder's path with a slash, or '', and the names in it that are of no folder to enter.
 _Folder = tuple[str, list[str]]
 _Found = dict[str, "Seen"]
+# What is done with a folder: its descriptor, its path, its names.
+_Each = Callable[[int, str, list[str]], None]
 
 
 class Seen(NamedTuple):
     """What stands at a path, without the bytes: its identity, and of files and folders the permission bits.
 
-    ``stamp`` is of a plain file: device, inode, mode, size, and when bytes and attributes were last changed.
+    ``stamp`` is of a plain file that is to be remembered: device, inode, mode, size, and when bytes and attributes were
+    last changed.
     """
 
     identity: Identity
@@ -33,6 +37,21 @@ class Seen(NamedTuple):
 
 
 Survey = Mapping[str, Seen]
+
+
+class Begun(NamedTuple):
+    """A survey that is under way: of which tree and folder, what is left out, and what finishes it."""
+
+    place: tuple[int, int]
+    top: str
+    skip: frozenset[str]
+    limit: int | None
+    finish: Callable[[], Survey]
+
+    def covers(self, tree: Tree, top: str, skip: frozenset[str], largest: int) -> bool:
+        """Whether it is of this tree, and looks at all of ``top`` but ``skip`` and into files of ``largest`` bytes."""
+        whole = (self.top, self.skip) in ((top, skip), ("", BYTECODE))
+        return whole and self.place == place(tree) and (self.limit is None or self.limit >= largest)
 
 
 class Memory:
@@ -84,8 +103,8 @@ def take(
 
     Of files with more than ``limit`` bytes only kind and size are told: whoever knows what there may be saves the rest.
     """
-    with begun(tree, top, skip, limit, memory) as finish:
-        return finish()
+    with begun(tree, top, skip, limit, memory) as under_way:
+        return under_way.finish()
 
 
 @contextmanager
@@ -95,30 +114,63 @@ def begun(
     skip: frozenset[str] = BYTECODE,
     limit: int | None = None,
     memory: Memory | None = None,
-) -> Iterator[Callable[[], Survey]]:
-    """Begin to :func:`take` a survey. A second process is at work meanwhile; what comes out of this finishes it."""
+) -> Iterator[Begun]:
+    """Begin to :func:`take` a survey. A second process is at work meanwhile."""
     began = memory.now() if memory is not None else 0
-    seen: _Found = {}
-    folders: list[_Folder] = []
-    with tree.folder(top) as fd:
-        _enter(fd, f"{top}/" if top else "", skip, seen, folders)
-    pieces = [folders[number::PIECES] for number in range(min(len(folders), PIECES))]
     own = buffer()
+    folders: list[_Folder] = []
+    seen: _Found = {}
+
+    def walked(each: _Each) -> None:
+        with tree.folder(top) as fd:
+            _enter(fd, f"{top}/" if top else "", skip, seen, each)
+
+    def files(fd: int, prefix: str, names: list[str]) -> _Found:
+        return {prefix + name: _file(fd, name, prefix + name, limit, memory, own) for name in names}
 
     def hashed(number: int) -> _Found:
-        return {path: item for folder in pieces[number] for path, item in _files(tree, folder, limit, memory, own)}
+        found: _Found = {}
+        for prefix, names in folders[number::PIECES]:
+            with tree.folder(prefix[:-1]) as fd:
+                found |= files(fd, prefix, names)
+        return found
 
-    alone = len(folders) < _FEW or (memory is not None and memory.knows)
-    with shared(len(pieces), hashed, alone=alone, packed=_packed, unpacked=_unpacked) as done:
+    if may_help() and not (memory is not None and memory.knows):
+        # Names first, so that there is something to share.
+        walked(lambda _, prefix, names: folders.append((prefix, names)))
+    count = min(len(folders), PIECES)
+    with shared(count, hashed, alone=len(folders) < _FEW, packed=_packed, unpacked=_unpacked) as done:
 
         def finish() -> Survey:
+            if not folders:
+                walked(lambda fd, prefix, names: seen.update(files(fd, prefix, names)))
             for part in done().values():
                 seen.update(part)
             if memory is not None:
                 memory.keep(seen, began)
             return seen
 
-        yield finish
+        yield Begun(place(tree), top, skip, limit, cache(finish))
+
+
+@contextmanager
+def guessed(root: Path, top: str) -> Iterator[Begun | None]:
+    """Begin the survey that a look at ``root`` may want once it knows what stands there; None without such a folder.
+
+    Whoever wants one compares place and extent: a guess that was wrong is for nothing.
+    """
+    with ExitStack() as stack:
+        under_way = None
+        with suppress(OSError):
+            tree = stack.enter_context(Tree(root))
+            under_way = stack.enter_context(begun(tree, top, BYTECODE, LIMIT))
+        yield under_way
+
+
+def place(tree: Tree) -> tuple[int, int]:
+    """Which folder an open tree is, whatever it is called by now."""
+    status = os.fstat(tree.fd)
+    return status.st_dev, status.st_ino
 
 
 def _packed(found: _Found) -> dict[str, tuple[tuple[object, ...], int | None, tuple[int, ...] | None]]:
@@ -129,7 +181,7 @@ def _unpacked(plain: dict[str, Any]) -> _Found:
     return {path: Seen(Identity(*identity), bits, stamp) for path, (identity, bits, stamp) in plain.items()}
 
 
-def _enter(fd: int, prefix: str, skip: frozenset[str], seen: _Found, folders: list[_Folder]) -> None:
+def _enter(fd: int, prefix: str, skip: frozenset[str], seen: _Found, each: _Each) -> None:
     """List a folder and those below it. Names alone: what each is, is looked at when it is opened."""
     names, below = [], []
     with os.scandir(fd) as entries:
@@ -138,7 +190,6 @@ def _enter(fd: int, prefix: str, skip: frozenset[str], seen: _Found, folders: li
                 names.append(entry.name)
             elif entry.name not in skip:
                 below.append(entry.name)
-    folders.append((prefix, names))
     for name in below:
         try:
             child = os.open(name, FOLDER, dir_fd=fd)
@@ -148,26 +199,20 @@ def _enter(fd: int, prefix: str, skip: frozenset[str], seen: _Found, folders: li
             continue
         try:
             seen[prefix + name] = Seen(Identity("folder"), stat.S_IMODE(os.fstat(child).st_mode))
-            _enter(child, f"{prefix}{name}/", skip, seen, folders)
+            _enter(child, f"{prefix}{name}/", skip, seen, each)
         finally:
             os.close(child)
+    each(fd, prefix, names)
 
 
-def _files(
-    tree: Tree, folder: _Folder, limit: int | None, memory: Memory | None, own: Buffer
-) -> Iterator[tuple[str, Seen]]:
-    prefix, names = folder
-    with tree.folder(prefix[:-1]) as fd:
-        for name in names:
-            path = prefix + name
-            seen = memory.of(fd, name, path) if memory is not None else None
-            if seen is None:
-                identity, _, status = look(fd, name, limit, own)
-                if status is None:
-                    seen = Seen(identity)
-                else:
-                    seen = Seen(identity, stat.S_IMODE(status.st_mode), _stamp(status))
-            yield path, seen
+def _file(fd: int, name: str, path: str, limit: int | None, memory: Memory | None, own: Buffer) -> Seen:
+    known = memory.of(fd, name, path) if memory is not None else None
+    if known is not None:
+        return known
+    identity, _, status = look(fd, name, limit, own)
+    if status is None:
+        return Seen(identity)
+    return Seen(identity, stat.S_IMODE(status.st_mode), _stamp(status) if memory is not None else None)
 
 
 def _stamp(status: os.stat_result) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from patchbundle.tree import Tree
 if TYPE_CHECKING:
     from patchbundle.attest import Attestation
     from patchbundle.processes import Census
-    from patchbundle.survey import Memory
+    from patchbundle.survey import Begun, Memory
 
 Progress = Callable[[str], None]
 
@@ -248,7 +248,9 @@ def execute(
         return transaction.run(held, plan, plan.goal.bundle.lock.digest, mirrors=target.mirrors, progress=progress)
 
 
-def check_target(bundle: Bundle, target: Target, expect: str | None, full: bool) -> tuple[State, Attestation | None]:
+def check_target(
+    bundle: Bundle, target: Target, expect: str | None, full: bool, early: Begun | None = None
+) -> tuple[State, Attestation | None]:
     """Whether the target is as pinned, and at the level that is expected.
 
     ``expect``: ``applied``, the top of this bundle's series; ``base``; a patch's id; of a filed release ``VERSION:ID``;
@@ -260,7 +262,7 @@ def check_target(bundle: Bundle, target: Target, expect: str | None, full: bool)
     """
     if full:
         from patchbundle import attest
-    with Tree(target.root) as tree, attest.begun(tree, target.bases) if full else nullcontext() as under_way:
+    with Tree(target.root) as tree, attest.begun(tree, target.bases, early) if full else nullcontext() as under_way:
         state = look(bundle, target, tree)
         if full and state.receipt_fault is not None and state.nearest_holds:
             # It is refused below in any case. What else there is to tell comes first.
@@ -379,14 +381,14 @@ def _verified(bundle: Bundle, target: Target, level: int, memory: Memory) -> str
     """
     from patchbundle import attest, survey
 
-    with Tree(target.root) as tree, survey.begun(tree, memory=memory) as finish:
+    with Tree(target.root) as tree, survey.begun(tree, memory=memory) as under_way:
         state = look(bundle, target, tree)
         if state.require_level(str(target.root)) != level:
             raise BundleError(
                 Reason.NOT_EXPECTED, str(target.root), expected=state.pins.name_of(level), found=state.level_name
             )
-        attestation = attest.attest(tree, bundle, state, level, attest.Begun("", survey.BYTECODE, finish))
-        seen = finish()
+        attestation = attest.attest(tree, bundle, state, level, under_way)
+        seen = under_way.finish()
     if not attestation.holds or attestation.extra:
         differ = [*attestation.missing, *attestation.changed, *attestation.extra]
         raise BundleError(
