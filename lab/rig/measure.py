@@ -21,6 +21,7 @@ class Result:
         seconds: how long all of it took.
         prompts: tokens of each request's prompt.
         refused: why a drained engine did not become idle, or an engine did not start; empty when it did.
+        says: words that the error of a client that was told must hold.
     """
 
     answers: tuple[Answer, ...]
@@ -30,6 +31,7 @@ class Result:
     seconds: float = 0.0
     prompts: tuple[int, ...] = ()
     refused: str = ""
+    says: str = ""
 
 
 Results = Mapping[str, Result]
@@ -225,8 +227,12 @@ def _uneven(results: Results, names: Sequence[str]) -> float:
 
 
 def _told(results: Results, names: Sequence[str]) -> float:
-    """Requests whose client was told of the failure: by a status, or by an event of a stream that then ended well."""
-    return sum(answer.error.startswith(("status ", BROUGHT)) for answer in _answers(results, names[0]))
+    """Requests whose client was told of the failure: by a status, or by an event of a stream that then ended well.
+
+    Only those whose error holds the words of the send, if it asks for any.
+    """
+    words, answers = results[names[0]].says, _answers(results, names[0])
+    return sum(answer.error.startswith(("status ", BROUGHT)) and words in answer.error for answer in answers)
 
 
 def _held(results: Results, names: Sequence[str]) -> float:

@@ -365,6 +365,7 @@ def do_send(running: Running, send: Send) -> Result:
         decode,
         time.monotonic() - began,
         tuple(len(prompt) for prompt in prompts),
+        says="" if send.kill else send.says,
     )
 
 

@@ -42,7 +42,8 @@ class Send:
         flush: engines whose radix cache is emptied first.
         timeout: seconds for each request.
         kill: member that is killed with all its processes meanwhile.
-        says: it is to end by itself, with these words in its log; what is left of it is killed then.
+        says: it is to end by itself, with these words in its log; what is left of it is killed then. With no member to
+            kill, the words of which each error counted by ``told`` must hold all.
         at: when: after so many tokens of any request, or once the member printed the observer's line of this name.
         leave: tokens after which each client closes its connection; 0 stays to the end.
         stream: read the answers as streams.
@@ -212,8 +213,9 @@ def _send(entry: Mapping[str, Any], where: str, before: Mapping[str, Step]) -> S
         raise RigError("scenario", f"{where}: to = [prefill, decode], [router] or [engine]")
     if send.gathered and len(send.to) != 2:
         raise RigError("scenario", f"{where}: only a pair's requests can be gathered")
-    if send.says and not send.kill:
-        raise RigError("scenario", f"{where}: says = {send.says!r} without kill = the member that says it")
+    if send.says and not send.kill and not send.fails:
+        text = "without kill = the member that says it, or fails = true, where clients are told it"
+        raise RigError("scenario", f"{where}: says = {send.says!r} {text}")
     if send.count < 1 or send.new < 1 or send.length < 1:
         raise RigError("scenario", f"{where}: count, new and length are at least 1")
     if send.prefix > send.length:
@@ -228,8 +230,10 @@ def _need_an_end(where: str, send: Send, holds: Sequence[Hold]) -> None:
         RigError: kind ``scenario``.
     """
     about = [hold for hold in holds if hold.arguments[0].partition(".")[0] == send.name]
+    if send.says and not send.kill and not any(hold.measure == "told" for hold in about):
+        raise RigError("scenario", f"{where}: says = {send.says!r} asks for told({send.name}), which looks for it")
     # Who ended by words that were asked for took the requests with it.
-    if send.says or not any(hold.measure == "errors" and not hold.compare(0.0) for hold in about):
+    if (send.says and send.kill) or not any(hold.measure == "errors" and not hold.compare(0.0) for hold in about):
         return
     if not any(hold.measure == "told" and hold.operator == "==" and hold.bound > 0 for hold in about):
         seconds = [hold for hold in about if hold.measure == "seconds"]

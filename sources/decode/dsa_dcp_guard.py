@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.research import exact_topk
+from sglang.srt.research import exact_topk, gates, narrow_topology
 
 GATE = "SGLANG_RESEARCH_DSA_DCP"
+UNCHECKED = "SGLANG_RESEARCH_DSA_DCP_UNCHECKED_PREFILL"
+_ANY_PREFILL: bool = gates.enabled(UNCHECKED)
 PAGE = 64  # the index cache knows no other
+OWN = (None, "dsa", "nsa")  # unset; what a model with index_topk is given then; its older name
 
 # The attention kernels that skip -1 anywhere and return an LSE, and whether that is a natural logarithm or base 2.
 # The two of sm_90 were measured on an H200 with sglang-kernel 0.4.5, the third was read in its source. What is written
@@ -42,6 +45,13 @@ def _conditions(args: Any, config: Any, pool: str) -> list[tuple[bool, str, Any]
     prefill, decode = args.dsa_prefill_backend, args.dsa_decode_backend
     ragged = str(prefill).startswith("flashmla_sparse") and "fp8" in str(args.kv_cache_dtype)
     topk = getattr(config, "index_topk", None)
+    backends = {
+        "attention_backend": args.attention_backend,
+        "prefill_attention_backend": args.prefill_attention_backend,
+        "decode_attention_backend": args.decode_attention_backend,
+        "speculative_draft_attention_backend": args.speculative_draft_attention_backend,
+    }
+    other = [f"{name}={value}" for name, value in backends.items() if value not in OWN]
     return [
         (bool(topk), "a model with index_topk", topk),
         (pool == "DSATokenToKVPool", "the plain DSA pool", pool),
@@ -51,6 +61,7 @@ def _conditions(args: Any, config: Any, pool: str) -> list[tuple[bool, str, Any]
             f"an attention-TP that is a multiple of {args.dcp_size}",
             attention_tp,
         ),
+        (not other, "no attention backend but the model's own, dsa", ", ".join(other)),
         (args.dcp_comm_backend == "ag_rs", "--dcp-comm-backend ag_rs", args.dcp_comm_backend),
         (decode in NATURAL, f"--dsa-decode-backend {known}", decode),
         (prefill in NATURAL, f"--dsa-prefill-backend {known}", prefill),
@@ -86,6 +97,17 @@ def _conditions(args: Any, config: Any, pool: str) -> list[tuple[bool, str, Any]
             args.enable_multi_layer_eagle,
         ),
         (args.disaggregation_mode != "prefill", "an engine that decodes", args.disaggregation_mode),
+        (
+            # No message of a prefill tells how many layers it sends, or what its index looks like: only its own half of
+            # the patch compares that with what this engine registers. The fake backend has no prefill.
+            args.disaggregation_mode != "decode"
+            or args.disaggregation_transfer_backend == "fake"
+            or narrow_topology.ENABLED
+            or _ANY_PREFILL,
+            f"{narrow_topology.GATE}=1 on both sides, where the prefill compares its layers and its index with this "
+            f"engine's, or {UNCHECKED}=1 to take KV that nobody compared",
+            "neither",
+        ),
         (
             exact_topk.ON or _broadcast(),
             f"the same selection on every rank: {exact_topk.GATE}=1 or SGLANG_DSA_TOPK_BROADCAST=1",

@@ -3,7 +3,9 @@
 The stock engine with DCP takes KV from prefills without CP only, and raises for every prefill that it cannot use: one
 with another CP size, page size or KV dtype. That error leaves the scheduler's loop, and the whole decode engine ends
 because of one wrong prefill. Here such a prefill is refused: each of its requests fails with the reason, and the others
-go on. Nothing of a refusal is kept, so a prefill that comes back in order is taken.
+go on. So is one that has no gate set, with CP or without: no message of it tells how many layers it sends or what its
+index pages look like, and only its own half of the patch compares that with what is registered here. Nothing of a
+refusal is kept, so a prefill that comes back in order is taken.
 """
 
 from __future__ import annotations
@@ -58,14 +60,14 @@ def allows(mgr: Any, info: Any, response: Any) -> bool:
         response: the bootstrap reply that held it.
 
     Raises:
-        ValueError: the gate is set and the prefill has CP, but not the one pair of topologies; the message names each
-            condition that fails.
+        ValueError: the gate is set and the prefill is not of the one pair of topologies, or without CP, or does not
+            compare what this engine registers; the message names each condition that fails.
     """
-    if info.attn_cp_size == 1 or not ENABLED:
+    if not ENABLED:
         return bool(info.attn_cp_size == 1)
     wanted: tuple[tuple[str, Any], ...] = (
-        ("attn_cp_size", narrow_topology.PREFILL_CP_SIZE),
-        ("attn_tp_size", ATTN_TP_SIZE),
+        ("attn_cp_size", (1, narrow_topology.PREFILL_CP_SIZE)),
+        ("attn_tp_size", (1, ATTN_TP_SIZE) if info.attn_cp_size == 1 else ATTN_TP_SIZE),
         ("dp_size", 1),
         ("pp_size", 1),
         ("enable_dsa_cache_layer_split", False),

@@ -1,7 +1,8 @@
 """Prefill's half of the permission PCP4 -> DCP2: refuse what would send too little, too early or to the wrong peer.
 
 Nothing functional keeps a CP4 prefill from serving a DCP2 decode engine: CP rank 0 holds the whole KV and the relayout
-takes any number of DCP ranks. What is needed are guards, and that none of them ends a thread of the engine: the stock
+takes any number of DCP ranks. A prefill without CP may have the gate too, for its guards: the decode engine takes KV
+from no other. What is needed are guards, and that none of them ends a thread of the engine: the stock
 bootstrap thread dies silently of a registration that it cannot serve, and the transfer worker of a state of the wrong
 length, and then every request of this prefill waits for its timeout.
 
@@ -69,10 +70,11 @@ def check_start(server_args: Any) -> None:
         *gates.NO_OUTER_CACHE,
     )
     all_ranks = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
+    halves = [(cp_topology.GATE, True, cp_topology.ENABLED)] if (cfg.attn_cp_size or 1) > 1 else []
     gates.require(
         GATE,
         [
-            (cp_topology.GATE, True, cp_topology.ENABLED),
+            *halves,
             *gates.facts_of(cfg, wanted),
             (all_ranks, False, bool(getattr(envs, all_ranks).get())),
         ],
@@ -91,8 +93,8 @@ def check_manager(mgr: Any) -> None:
     if not ENABLED:
         return
     wanted: tuple[tuple[str, Any], ...] = (
-        ("attn_cp_size", narrow_topology.PREFILL_CP_SIZE),
-        ("attn_tp_size", ATTN_TP_SIZE),
+        ("attn_cp_size", (1, narrow_topology.PREFILL_CP_SIZE)),
+        ("attn_tp_size", (1, ATTN_TP_SIZE) if mgr.attn_cp_size == 1 else ATTN_TP_SIZE),
         ("attn_dp_size", 1),
         ("pp_size", 1),
         ("dcp_size", 1),
@@ -125,6 +127,7 @@ def refuses(mgr: Any, registration: Any) -> bool:
                 ("the peer's DCP size", DECODE_DCP_SIZE, registration.dst_dcp_size),
                 ("the peer's DCP rank", tuple(range(DECODE_DCP_SIZE)), registration.dst_dcp_rank),
                 ("the peer's attention TP size", ATTN_TP_SIZE, registration.dst_attn_tp_size),
+                *_geometry(mgr.kv_args, registration),
             ],
         )
         # What the stock thread does next, here where an error is caught: the second call of each changes nothing.
@@ -137,6 +140,29 @@ def refuses(mgr: Any, registration: Any) -> bool:
         return True
     refused.pop(session, None)
     return False
+
+
+def _geometry(own: Any, registration: Any) -> list[tuple[str, Any, Any]]:
+    """What both ends must hold alike, as facts for ``gates.require``.
+
+    Stock compares the size of a row alone. Layers that the prefill has not, as those of a draft, it leaves as they were
+    in the decode engine's memory; of a layer too many its worker dies; index pages go out by the prefill's own size,
+    over the peer's next page where that is smaller.
+    """
+    here, there = own.state_item_lens, registration.dst_state_item_lens
+    rows, peers = own.state_data_ptrs, registration.dst_state_data_ptrs
+    return [
+        ("the peer's KV layers, those of a draft among them", len(own.kv_data_ptrs), len(registration.dst_kv_ptrs)),
+        ("the peer's state components", len(here), len(there)),
+        *(
+            (f"the peer's bytes a page of each layer of state component {number}", [*sizes], [*theirs])
+            for number, (sizes, theirs) in enumerate(zip(here, there, strict=False))
+        ),
+        *(
+            (f"the peer's layers of state component {number}", len(sizes), len(theirs))
+            for number, (sizes, theirs) in enumerate(zip(rows, peers, strict=False))
+        ),
+    ]
 
 
 def turned_away(mgr: Any, req: Any, prefill_rank: int) -> bool:

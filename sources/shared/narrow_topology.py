@@ -1,10 +1,11 @@
 """The one pair of topologies, beside prefill CP 1, between which KV may go to a decode engine with DCP.
 
 Prefill: four CP ranks of two attention TP ranks, the whole KV on each CP rank, CP rank 0 alone sends. Decode: two DCP
-ranks of one attention TP group of two. Both engines read the same gate; a prefill that passed its own checks says so in
-a header of its bootstrap reply, because a decode engine cannot see the prefill's environment, and a prefill that sent
-from all CP ranks would leave three quarters of the rows unwritten without an error. (A header, since an engine without
-this patch refuses a reply with an unknown field.)
+ranks of one attention TP group of two. Both engines read the same gate; a prefill that passed its own checks, and that
+will compare what a decode engine registers with what it holds, says so in a header of its bootstrap reply, because a
+decode engine cannot see the prefill's environment: one that sent from all CP ranks would leave three quarters of the
+rows unwritten without an error, one with another draft those of a layer. (A header, since an engine without this patch
+refuses a reply with an unknown field.)
 """
 
 from __future__ import annotations

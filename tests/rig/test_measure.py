@@ -251,6 +251,12 @@ def test_a_cut_connection_tells_the_client_nothing() -> None:
     assert value("told", "e", e=result(*(answer(error=error) for error in errors), answer(1))) == 2
 
 
+def test_of_a_send_that_asks_for_words_only_those_are_counted_who_were_told_them() -> None:
+    errors = ("status 500: refused: a draft", "status 500: other", "no route: refused: a draft")
+    one = Result(tuple(answer(error=error) for error in errors), says="refused: a draft")
+    assert value("told", "e", e=one) == 1
+
+
 def pools(tokens: int, requests: int) -> tuple[str, dict[str, str]]:
     return "pools", {"tokens": str(tokens), "requests": str(requests), "cached": "64"}
 

@@ -32,9 +32,9 @@ _PLACE = re.compile(
     r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}|[0-9a-fA-F]{2}(?:[:-][0-9a-fA-F]{2}){5}|\w+://|[\w-]+(?:\.[\w-]+)*:[0-9]+\b"
 )
 WORDS = frozenset(
-    {"0", "1", "EAGLE", "NEXTN", "ag_rs", "auto", "bf16", "bfloat16", "cache_aware", "decode", "flashinfer_sparse_mla"}
-    | {"flashmla_kv", "flashmla_sparse", "fp8_e4m3", "interleave", "mooncake", "mooncake_tcp", "none", "power_of_two"}
-    | {"prefill", "random", "round_robin", "sgl-kernel", "zigzag"}
+    {"0", "1", "EAGLE", "NEXTN", "ag_rs", "auto", "bf16", "bfloat16", "cache_aware", "decode", "dsa"}
+    | {"flashinfer_sparse_mla", "flashmla_kv", "flashmla_sparse", "fp8_e4m3", "interleave", "mooncake", "none"}
+    | {"mooncake_tcp", "power_of_two", "prefill", "random", "round_robin", "sgl-kernel", "zigzag"}
 )
 """The only texts that a file of config/ may give: an address, a key or a name has no form by which all are known."""
 ALIASES = {

@@ -20,7 +20,10 @@ from tests.engine.loose import anything, load_loosely, widened
 
 SRT = "sglang/srt"
 RESEARCH = f"{SRT}/research"
-GATES = tuple(f"SGLANG_RESEARCH_{name}" for name in ("DSA_DCP", "DSA_DCP_CHECK", "EXACT_TOPK", "DCP_RETRACT"))
+GATES = tuple(
+    f"SGLANG_RESEARCH_{name}"
+    for name in ("DSA_DCP", "DSA_DCP_CHECK", "DSA_DCP_UNCHECKED_PREFILL", "PCP4_DCP2", "EXACT_TOPK", "DCP_RETRACT")
+)
 MLA = f"{SRT}/models/deepseek_common/attention_forward_methods/forward_mla.py"
 PAGE = 64
 WIDTH, LATENT = 576, 512
@@ -89,7 +92,7 @@ def side(root: Path, gates: Mapping[str, str] | None = None) -> Side:
         if (root / RESEARCH).is_dir():
             names = ["gates", "retract", "exact_topk"]
             if (root / RESEARCH / "dsa_dcp.py").is_file():
-                names += ["dsa_dcp_guard", "dsa_dcp_check", "kernels/dcp_localise", "dsa_dcp"]
+                names += ["narrow_topology", "dsa_dcp_guard", "dsa_dcp_check", "kernels/dcp_localise", "dsa_dcp"]
             for name in names:
                 module = load_loosely(root, f"{RESEARCH}/{name}.py", known)
                 known[module.__name__] = module
@@ -130,7 +133,9 @@ def arguments(size: int, **changes: Any) -> SimpleNamespace:
         "dsa_decode_backend": "flashmla_kv", "kv_cache_dtype": "fp8_e4m3", "dcp_replicate_q_proj": None, "pp_size": 1,
         "enable_hisparse": False, "enable_hierarchical_cache": False, "enable_two_batch_overlap": False,
         "speculative_algorithm": None, "speculative_eagle_topk": None, "enable_multi_layer_eagle": False,
-        "disaggregation_mode": "decode",
+        "disaggregation_mode": "decode", "disaggregation_transfer_backend": "mooncake", "attention_backend": "dsa",
+        "prefill_attention_backend": None, "decode_attention_backend": None,
+        "speculative_draft_attention_backend": None,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 

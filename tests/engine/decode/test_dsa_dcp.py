@@ -34,7 +34,8 @@ from tests.engine.decode.dsa_dcp_rig import (
 from tests.engine.loose import anything
 
 GATE, CHECK = "SGLANG_RESEARCH_DSA_DCP", "SGLANG_RESEARCH_DSA_DCP_CHECK"
-ON = {GATE: "1"}
+NARROW, UNCHECKED = "SGLANG_RESEARCH_PCP4_DCP2", "SGLANG_RESEARCH_DSA_DCP_UNCHECKED_PREFILL"
+ON = {GATE: "1", UNCHECKED: "1"}
 BROADCAST = "SGLANG_DSA_TOPK_BROADCAST"
 Tree = Callable[[str], Path]
 
@@ -600,7 +601,7 @@ def test_query_heads_are_those_of_the_group(new: Side) -> None:
         assert new.ours["dsa_dcp"].query_heads(8) == 32
 
 
-@pytest.mark.parametrize("name", [GATE, CHECK])
+@pytest.mark.parametrize("name", [GATE, CHECK, UNCHECKED])
 def test_a_gate_that_is_neither_on_nor_off_stops_the_start(patched: Tree, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         side(patched("decode"), {name: "perhaps"})
@@ -632,6 +633,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"enable_multi_layer_eagle": True}, "no --enable-multi-layer-eagle"),
     ({"disaggregation_mode": "prefill"}, r"an engine that decodes \(found prefill\)"),
     ({"enable_hisparse": True}, "no --enable-hisparse"),
+    ({"attention_backend": "flashinfer"}, r"model's own, dsa \(found attention_backend=flashinfer\)"),
+    ({"prefill_attention_backend": "fa3"}, r"\(found prefill_attention_backend=fa3\)"),
+    ({"decode_attention_backend": "triton"}, r"\(found decode_attention_backend=triton\)"),
+    (
+        {"speculative_algorithm": "EAGLE", "speculative_draft_attention_backend": "flashinfer"},
+        r"\(found speculative_draft_attention_backend=flashinfer\)",
+    ),
 ]
 
 
@@ -651,7 +659,7 @@ def test_all_conditions_are_named_at_once(new: Side) -> None:
     changes["tp_size"] = 3 * 4 * 2  # three attention ranks
     with pytest.raises(new.ours["dsa_dcp_guard"].DsaDcpRefused) as error:
         build_pool(new, arguments(2, **changes), PAGE)
-    assert str(error.value).count("(found ") == 15
+    assert str(error.value).count("(found ") == 16
 
 
 def test_ranks_that_may_select_differently_are_refused(new: Side, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -662,6 +670,31 @@ def test_ranks_that_may_select_differently_are_refused(new: Side, monkeypatch: p
     with mock.patch.object(new.ours["exact_topk"], "ON", True):
         build_pool(new, arguments(2), PAGE)
     assert new.ours["dsa_dcp"].active()
+
+
+@pytest.mark.parametrize(
+    ("gates", "changes", "starts"),
+    [
+        ({}, {}, False),
+        ({NARROW: "1"}, {}, True),
+        ({UNCHECKED: "1"}, {}, True),
+        ({}, {"disaggregation_mode": "null"}, True),
+        ({}, {"disaggregation_transfer_backend": "fake"}, True),
+    ],
+)
+def test_kv_of_a_prefill_that_compares_nothing_is_taken_only_when_that_is_asked_for(
+    patched: Tree, monkeypatch: pytest.MonkeyPatch, gates: dict[str, str], changes: dict[str, Any], starts: bool
+) -> None:
+    monkeypatch.setenv(BROADCAST, "1")
+    made = side(patched("decode"), {GATE: "1", **gates})
+    if starts:
+        build_pool(made, arguments(2, **changes), PAGE)
+        assert made.ours["dsa_dcp"].active()
+        return
+    with pytest.raises(made.ours["dsa_dcp_guard"].DsaDcpRefused) as error:
+        build_pool(made, arguments(2, **changes), PAGE)
+    assert f"{NARROW}=1 on both sides" in str(error.value) and f"or {UNCHECKED}=1" in str(error.value)
+    assert str(error.value).count("(found ") == 1
 
 
 def test_a_model_without_a_selection_and_another_pool_are_refused(new: Side) -> None:

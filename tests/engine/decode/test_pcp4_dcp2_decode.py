@@ -159,8 +159,11 @@ def test_with_dcp_a_prefill_with_cp_is_taken_in_one_pair_of_topologies_alone(
         tree.serve(attn_cp_size=cp, enable_dsa_cache_layer_split=split)
         found.append(look_up(tree, tree.manager(dcp, enable_all_cp_ranks_for_transfer=all_cp)))
     assert found[0] == found[1]
-    if dcp == 1 or cp == 1:
+    if dcp == 1 or (cp == 1 and not split):
         assert isinstance(found[0], dict) and found[2] == found[0]
+        return
+    if cp == 1:  # no prefill says this: without CP there is nothing to split
+        assert isinstance(found[0], dict) and "enable_dsa_cache_layer_split must be False" in found[2][1]
         return
     assert found[0] == ("RuntimeError", f"PD decode DCP currently requires prefill attention CP=1, got {cp}.")
     if cp == 4 and not split:
@@ -174,8 +177,11 @@ def test_with_dcp_a_prefill_with_cp_is_taken_in_one_pair_of_topologies_alone(
 @pytest.mark.parametrize(
     ("changed", "condition"),
     [
-        ({"attn_cp_size": 2}, "the prefill's attn_cp_size must be 4, got 2"),
-        ({"attn_cp_size": 8}, "the prefill's attn_cp_size must be 4, got 8"),
+        ({"attn_cp_size": 2}, "the prefill's attn_cp_size must be 1 or 4, got 2"),
+        ({"attn_cp_size": 8}, "the prefill's attn_cp_size must be 1 or 4, got 8"),
+        ({"attn_cp_size": 1, "attn_tp_size": 4}, "the prefill's attn_tp_size must be 1 or 2, got 4"),
+        ({"attn_cp_size": 1, "dp_size": 2}, "the prefill's dp_size must be 1, got 2"),
+        ({"attn_cp_size": 1, "mark": None}, f"header {MARK} .* must be '1', got None"),
         ({"attn_tp_size": 1}, "the prefill's attn_tp_size must be 2, got 1"),
         ({"dp_size": 2}, "the prefill's dp_size must be 1, got 2"),
         ({"pp_size": 2}, "the prefill's pp_size must be 1, got 2"),
@@ -184,9 +190,7 @@ def test_with_dcp_a_prefill_with_cp_is_taken_in_one_pair_of_topologies_alone(
         ({"mark": "0"}, f"header {MARK} .* must be '1', got '0'"),
     ],
 )
-def test_each_condition_of_a_prefill_with_cp_is_refused_by_name(
-    on: Tree, changed: dict[str, Any], condition: str
-) -> None:
+def test_each_condition_of_a_prefill_is_refused_by_name(on: Tree, changed: dict[str, Any], condition: str) -> None:
     on.serve(**changed)
     with modules(on._known), pytest.raises(ValueError, match=rf"{NARROW} is set, but: .*{condition}"):
         on.manager().try_ensure_parallel_info(ADDRESS)

@@ -6,6 +6,7 @@ The tree's own managers, senders and workers run on host memory; see pack_rig.py
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +84,7 @@ def construct(tree: Tree, cp: int = 4, layer_split: bool = False, all_cp: bool =
 @pytest.mark.parametrize("all_cp", [False, True], ids=["CP rank 0", "all CP ranks"])
 @pytest.mark.parametrize("layer_split", [False, True], ids=["whole cache", "layer split"])
 @pytest.mark.parametrize("cp", [1, 2, 4, 8])
-def test_a_prefill_starts_with_the_gate_in_one_topology_alone(
+def test_a_prefill_starts_with_the_gate_in_one_topology_with_cp_or_without_cp(
     base: Tree, off: Tree, on: Tree, cp: int, layer_split: bool, all_cp: bool
 ) -> None:
     stock, unset = (
@@ -91,10 +92,11 @@ def test_a_prefill_starts_with_the_gate_in_one_topology_alone(
         for tree in (base, off)
     )
     assert stock == unset and len(stock) > 15
-    if cp == 4 and not layer_split and not all_cp:
-        construct(on)
+    # Without CP there is no cache to split; that argument is looked at at the start.
+    if not all_cp and (cp == 1 or (cp == 4 and not layer_split)):
+        construct(on, cp, layer_split, all_cp)
     else:
-        condition = "attn_cp_size must be 4" if cp != 4 else "enable_all_cp_ranks_for_transfer must be False"
+        condition = "attn_cp_size must be 1 or 4" if cp in (2, 8) else "enable_all_cp_ranks_for_transfer must be False"
         with pytest.raises(ValueError, match=f"{NARROW} is set, but: {condition}"):
             construct(on, cp, layer_split, all_cp)
 
@@ -103,6 +105,7 @@ def test_a_prefill_starts_with_the_gate_in_one_topology_alone(
     ("name", "value"),
     [
         ("attn_tp_size", 1),
+        ("attn_tp_size", 4),
         ("attn_dp_size", 2),
         ("pp_size", 2),
         ("dcp_size", 2),
@@ -114,6 +117,15 @@ def test_another_size_or_pool_is_refused_when_the_manager_is_made(off: Tree, on:
     with pytest.raises(ValueError, match=rf"{NARROW} is set, but: .*{name} must be"):
         construct(on, **{name: value})
     construct(off, **{name: value})
+
+
+@pytest.mark.parametrize(("ranks", "starts"), [(1, True), (2, True), (4, False)])
+def test_without_cp_a_prefill_of_one_or_two_attention_ranks_starts(on: Tree, ranks: int, starts: bool) -> None:
+    if starts:
+        construct(on, 1, attn_tp_size=ranks)
+    else:
+        with pytest.raises(ValueError, match=f"attn_tp_size must be 1 or 2, got {ranks}"):
+            construct(on, 1, attn_tp_size=ranks)
 
 
 @pytest.mark.parametrize("dcp", [1, 2, 4])
@@ -132,6 +144,10 @@ def test_a_decode_rank_of_another_topology_is_refused_and_the_state_kept(
     assert not off.narrow.refuses(manager_of(off, world), message)
 
 
+# Two layers' index keys, as one component: their addresses, and their bytes a page.
+STATE: tuple[list[list[int]], list[list[int]]] = ([[4096, 8192]], [[8448, 8448]])
+
+
 def manager_of(tree: Tree, world: World, cp_rank: int = 0, lane: int = 0, engine: Engine | None = None) -> Any:
     """A manager as one of eight prefill ranks has it."""
     made = tree.manager(world, engine or Engine())
@@ -140,6 +156,7 @@ def manager_of(tree: Tree, world: World, cp_rank: int = 0, lane: int = 0, engine
     made.enable_all_cp_ranks_for_transfer, made.is_dummy_cp_rank = False, cp_rank != 0
     made.disaggregation_mode = tree._known["sglang.srt.disaggregation.utils"].DisaggregationMode.PREFILL
     made.kv_args.kv_item_lens = [length * world.page for length in world.lens]
+    made.kv_args.state_data_ptrs, made.kv_args.state_item_lens = STATE
     made._dcp_pack_buffers = [tree.buffer(world.row * world.page * world.pages)]
     return made
 
@@ -151,6 +168,9 @@ def registration(tree: Tree, world: World, dcp: int = 2, rank: int = 0, attn_tp:
         dst_dcp_rank=rank,
         dst_attn_tp_size=attn_tp,
         dst_kv_item_len=item or world.lens[0] * world.page,
+        dst_kv_ptrs=[pool.data_ptr() for pool in world.target],
+        dst_state_data_ptrs=STATE[0],
+        dst_state_item_lens=STATE[1],
     )
 
 
@@ -187,33 +207,72 @@ class _Kept:
         self.started.append(self.target)
 
 
-def frames(tree: Tree, world: World, session: str, dcp: int, rank: int, item: int = 0, attn_tp: int = 2) -> list[bytes]:
-    """A decode rank's registration as 0.5.17 sends it."""
-    pointers = np.array([pool.data_ptr() for pool in world.target], dtype=np.uint64).tobytes()
-    empty = tree.utils.pack_int_lists([], "Q")
+def frames(
+    tree: Tree,
+    world: World,
+    session: str,
+    dcp: int,
+    rank: int,
+    item: int = 0,
+    attn_tp: int = 2,
+    layers: int = 0,
+    state: tuple[list[list[int]], list[list[int]]] = STATE,
+) -> list[bytes]:
+    """A decode rank's registration as 0.5.17 sends it; ``layers`` more or fewer KV pointers than the prefill's."""
+    pools = [pool.data_ptr() for pool in world.target]
+    pools = pools[:layers] if layers < 0 else pools + [1 << 20] * layers
+    pointers = np.array(pools, dtype=np.uint64).tobytes()
     return [
-        b"None", b"127.0.0.1", b"1", session.encode(), pointers, np.array([1], dtype=np.uint64).tobytes(), empty,
+        b"None", b"127.0.0.1", b"1", session.encode(), pointers, np.array([1], dtype=np.uint64).tobytes(),
+        tree.utils.pack_int_lists(state[0], "Q"),
         b"0", str(attn_tp).encode(), str(item or world.lens[0] * world.page).encode(),
-        tree.utils.pack_int_lists([], "I"), tree.utils.pack_int_lists([], "I"), b"", b"", b"", b"",
+        tree.utils.pack_int_lists(state[1], "I"), tree.utils.pack_int_lists([], "I"), b"", b"", b"", b"",
         str(dcp).encode(), str(rank).encode(),
     ]  # fmt: skip
 
 
-BAD_PEERS: dict[str, dict[str, int]] = {
-    "without DCP": {"dcp": 1},
-    "four DCP ranks": {"dcp": 4},
-    "one attention rank": {"attn_tp": 1},
-    "rows of another size": {"item": 8},
+BAD_PEERS: dict[str, tuple[dict[str, Any], str]] = {
+    "without DCP": ({"dcp": 1}, "the peer's DCP size must be 2, got 1"),
+    "four DCP ranks": ({"dcp": 4}, "the peer's DCP size must be 2, got 4"),
+    "one attention rank": ({"attn_tp": 1}, "the peer's attention TP size must be 2, got 1"),
+    "rows of another size": ({"item": 8}, "PD DCP source/destination KV geometry differs"),
+    "a draft layer that is not here": ({"layers": 1}, r"KV layers, those of a draft among them must be (\d+), got"),
+    "without the draft layer that is here": ({"layers": -1}, r"KV layers, those of a draft among them must be"),
+    "an index key of another size": (
+        {"state": ([[4096, 8192]], [[8448, 4352]])},
+        r"bytes a page of each layer of state component 0 must be \[8448, 8448\], got \[8448, 4352\]",
+    ),
+    "an index of fewer layers": (
+        {"state": ([[4096]], [[8448]])},
+        r"state component 0 must be \[8448, 8448\], got \[8448\]; the peer's layers of state component 0 must be 2",
+    ),
+    "no index at all": ({"state": ([], [])}, "the peer's state components must be 1, got 0"),
+    "a second state": (
+        {"state": ([[4096, 8192], [1]], [[8448, 8448], [4]])},
+        "the peer's state components must be 1, got 2",
+    ),
 }
 
 
 @pytest.mark.parametrize("peer", BAD_PEERS)
-def test_a_peer_that_does_not_fit_is_refused_and_the_next_one_is_registered(on: Tree, peer: str) -> None:
+def test_a_peer_that_does_not_fit_is_refused_by_name_and_the_next_one_is_registered(on: Tree, peer: str) -> None:
     world = World()
     manager = manager_of(on, world)
-    bad = frames(on, world, "127.0.0.1:9", **{"dcp": 2, "rank": 0, **BAD_PEERS[peer]})
+    changed, reason = BAD_PEERS[peer]
+    bad = frames(on, world, "127.0.0.1:9", **{"dcp": 2, "rank": 0, **changed})
     receive(on, manager, [bad, frames(on, world, PEER, 2, 1)])
     assert set(manager.decode_kv_args_table) == {PEER}
+    assert re.search(reason, on.narrow._state_of(manager).refused["127.0.0.1:9"])
+
+
+def test_stock_takes_a_peer_with_another_draft_or_index(base: Tree, off: Tree) -> None:
+    for tree in (base, off):
+        world = World()
+        manager = manager_of(tree, world)
+        others = [change for change, _ in BAD_PEERS.values() if "layers" in change or "state" in change]
+        messages = [frames(tree, world, f"127.0.0.1:{port}", 2, 0, **change) for port, change in enumerate(others)]
+        receive(tree, manager, messages)
+        assert len(manager.decode_kv_args_table) == len(others) == 6
 
 
 def test_stock_ends_its_bootstrap_thread_for_a_peer_that_does_not_fit(base: Tree, off: Tree) -> None:
@@ -484,6 +543,12 @@ def test_with_both_gates_set_the_topology_starts(patched: Root) -> None:
 def test_the_gate_alone_is_refused_at_start_and_names_the_other(patched: Root) -> None:
     with pytest.raises(ValueError, match=f"{NARROW} is set, but: {TOPOLOGY} must be True, got False"):
         start(Layers(patched("prefill"), {NARROW: "1"}))
+
+
+def test_without_cp_the_gate_starts_alone(patched: Root) -> None:
+    tree = Layers(patched("prefill"), {NARROW: "1"})
+    for size in (1, None):
+        start(tree, {"attn_cp_size": size, "tp_size": 2})
 
 
 @pytest.mark.parametrize(
