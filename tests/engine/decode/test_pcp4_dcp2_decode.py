@@ -86,7 +86,7 @@ class Tree:
     def abstract(self) -> set[str]:
         return set(getattr(self.conn.CommonKVManager, "__abstractmethods__", ()))
 
-    def serve(self, address: str = ADDRESS, mark: str | None = "1", status: int = 200, **changed: Any) -> None:
+    def serve(self, address: str = ADDRESS, mark: str | None = "2", status: int = 200, **changed: Any) -> None:
         """Let a prefill answer at ``address``; by default the one that the patch is made for."""
         body = {
             "attn_tp_size": 2, "attn_cp_size": 4, "dp_size": 1, "pp_size": 1, "page_size": 64,
@@ -181,13 +181,15 @@ def test_with_dcp_a_prefill_with_cp_is_taken_in_one_pair_of_topologies_alone(
         ({"attn_cp_size": 8}, "the prefill's attn_cp_size must be 1 or 4, got 8"),
         ({"attn_cp_size": 1, "attn_tp_size": 4}, "the prefill's attn_tp_size must be 1 or 2, got 4"),
         ({"attn_cp_size": 1, "dp_size": 2}, "the prefill's dp_size must be 1, got 2"),
-        ({"attn_cp_size": 1, "mark": None}, f"header {MARK} .* must be '1', got None"),
+        ({"attn_cp_size": 1, "mark": None}, f"header {MARK} .* must be '2', got None"),
         ({"attn_tp_size": 1}, "the prefill's attn_tp_size must be 2, got 1"),
         ({"dp_size": 2}, "the prefill's dp_size must be 1, got 2"),
         ({"pp_size": 2}, "the prefill's pp_size must be 1, got 2"),
         ({"enable_dsa_cache_layer_split": True}, "enable_dsa_cache_layer_split must be False, got True"),
-        ({"mark": None}, f"header {MARK} .* must be '1', got None"),
-        ({"mark": "0"}, f"header {MARK} .* must be '1', got '0'"),
+        ({"mark": None}, f"header {MARK} .* must be '2', got None"),
+        ({"mark": "0"}, f"header {MARK} .* must be '2', got '0'"),
+        # A prefill of bundle 0.1.0, which compares neither layers nor index.
+        ({"mark": "1"}, f"header {MARK} .* must be '2', got '1'"),
     ],
 )
 def test_each_condition_of_a_prefill_is_refused_by_name(on: Tree, changed: dict[str, Any], condition: str) -> None:

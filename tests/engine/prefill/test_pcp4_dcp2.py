@@ -533,7 +533,7 @@ def test_the_bootstrap_reply_has_the_stock_body_and_a_mark_only_with_the_gate(ba
             replies.append(asyncio.run(conn.CommonKVBootstrapServer._handle_route_get(server, query)))
     assert replies[0] == replies[1]
     assert replies[2][:2] == replies[0][:2]
-    assert (replies[0][2], replies[2][2]) == (None, {MARK: "1"})
+    assert (replies[0][2], replies[2][2]) == (None, {MARK: "2"})
 
 
 def test_with_both_gates_set_the_topology_starts(patched: Root) -> None:
