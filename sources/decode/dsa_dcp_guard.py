@@ -104,8 +104,8 @@ def _conditions(args: Any, config: Any, pool: str) -> list[tuple[bool, str, Any]
             or args.disaggregation_transfer_backend == "fake"
             or narrow_topology.ENABLED
             or _ANY_PREFILL,
-            f"{narrow_topology.GATE}=1 on both sides (DCP2 over attention-TP2), where the prefill compares its layers and "
-            f"its index with this engine's, or {UNCHECKED}=1 to take KV that nobody compared",
+            f"{narrow_topology.GATE}=1 on both sides (DCP2 over attention-TP2), where the prefill compares its layers "
+            f"and its index with this engine's, or {UNCHECKED}=1 to take KV that nobody compared",
             "neither",
         ),
         (
