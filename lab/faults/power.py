@@ -326,14 +326,14 @@ class Losses:
         """
         scene, image = self.scene, self.scene.images[direction]
         run = self._recorded(image, lambda: scene.change(direction))
-        found = self._states(run, direction)
+        some = self._states(run, direction)
         self._durable(run, direction, "new")
         changes = sum(isinstance(entry, Change) for entry in run.entries)
         spread = {part * (changes - 1) // max(self.deeper - 1, 1) for part in range(self.deeper)}
         for killed_at in sorted(spread | set(range(min(self.deeper, _FIRST_JOURNAL)))):
             for back in (False, True):
                 self._recovery(image, direction, back, killed_at)
-        for image in random.Random(self.seed).sample(found, min(self.deeper, len(found))):
+        for image in some:
             for back in (False, True):
                 self._recovery(image, direction, back)
 
@@ -364,10 +364,13 @@ class Losses:
         return log
 
     def _states(self, log: Log, direction: str) -> list[Image]:
-        """Every different tree that a loss during the log leaves; from each, recovery ends old or new."""
+        """Every different tree that a loss during the log leaves; from each, recovery ends old or new.
+
+        ``deeper`` of them are returned, drawn on the way: all of a long series' took eleven gigabytes.
+        """
         seen: set[int] = set()
-        found = []
-        chance = random.Random(self.seed)
+        some: list[Image] = []
+        chance, drawn = random.Random(self.seed), random.Random(self.seed)
         for moment, fates in log.losses(self.bound, random.Random(self.seed)):
             if self.every > 1 and chance.randrange(self.every):
                 continue
@@ -380,9 +383,12 @@ class Losses:
             self.scene.lay(image)
             with _told(f"{direction}, power lost after call {moment}"):
                 self.scene.end_of_recovery(direction)
-            found.append(image)
-        self.states += len(found)
-        return found
+            if len(some) < self.deeper:
+                some.append(image)
+            elif (at := drawn.randrange(len(seen))) < self.deeper:
+                some[at] = image
+        self.states += len(seen)
+        return some
 
     def _durable(self, log: Log, direction: str, end: str) -> None:
         """What was reported is so after a loss of power too."""
