@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -26,6 +27,27 @@ def two_processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         os.waitpid(-1, os.WNOHANG)
 
 
+class Word:
+    """By it the second process says that it is at work: on a busy machine that takes its time."""
+
+    def __init__(self) -> None:
+        self._me, (self._out, self._into) = os.getpid(), os.pipe()
+
+    def __enter__(self) -> Word:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._out)
+        os.close(self._into)
+
+    def say(self) -> None:
+        if os.getpid() != self._me:
+            os.write(self._into, b".")
+
+    def hear(self) -> None:
+        assert select.select([self._out], [], [], 60)[0], "the second process did nothing"
+
+
 def squares(me: int, other: str = "") -> dict[int, int]:
     """The squares, shared; ``other`` is what the second process does instead after its third one."""
     made = 0
@@ -33,6 +55,7 @@ def squares(me: int, other: str = "") -> dict[int, int]:
     def work(number: int) -> int:
         nonlocal made
         made += 1
+        word.say()
         if os.getpid() != me and made > 3:
             if other == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -42,9 +65,8 @@ def squares(me: int, other: str = "") -> dict[int, int]:
                 raise OSError("only there")
         return number * number
 
-    with second.shared(COUNT, work) as done:
-        # The other one is far by now.
-        time.sleep(0.1)
+    with Word() as word, second.shared(COUNT, work) as done:
+        word.hear()
         return done()
 
 
@@ -60,25 +82,34 @@ def test_an_answer_that_is_none_counts_for_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_second_process_does_its_part() -> None:
-    with second.shared(COUNT, lambda number: os.getpid()) as done:
-        time.sleep(0.1)
+    def work(number: int) -> int:
+        word.say()
+        return os.getpid()
+
+    with Word() as word, second.shared(COUNT, work) as done:
+        word.hear()
         assert set(done().values()) - {os.getpid()}
 
 
 def test_results_go_packed_and_come_unpacked() -> None:
-    with second.shared(COUNT, lambda number: {number}, packed=sorted, unpacked=set) as done:
-        time.sleep(0.1)
+    def work(number: int) -> set[int]:
+        word.say()
+        return {number}
+
+    with Word() as word, second.shared(COUNT, work, packed=sorted, unpacked=set) as done:
+        word.hear()
         assert done() == {number: {number} for number in range(COUNT)}
 
 
 def test_an_error_is_raised_here() -> None:
     def work(number: int) -> int:
+        word.say()
         if number == 7:
             raise OSError("seven")
         return number
 
-    with second.shared(COUNT, work) as done:
-        time.sleep(0.05)
+    with Word() as word, second.shared(COUNT, work) as done:
+        word.hear()
         with pytest.raises(OSError, match="seven"):
             done()
 

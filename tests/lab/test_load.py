@@ -873,9 +873,11 @@ def test_a_run_that_is_interrupted_is_judged_and_kept(
     server = serve(takes=1.0)
     more = [f"--against=http://127.0.0.1:{server.port}"] if against else []
     asked = words(server, "--seconds=60", "--window", "1", "59", *more, out=tmp_path / "run.json")
+    # A shell starts what is to run behind with this signal ignored, and a child would take that over.
     with subprocess.Popen(
-        [sys.executable, *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    ) as running:
+        [sys.executable, *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as running:  # fmt: skip
         try:
             until = time.monotonic() + 60
             while server.served < 5 and time.monotonic() < until:

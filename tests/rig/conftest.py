@@ -29,8 +29,10 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     role, folder = request.param, tmp_path_factory.mktemp("wheel")
     version, root = RELEASES[role], trees.patched(role)
     extra = [f"--model-path={models.ensure(MODEL, cache.ensure)}", "--device=cpu"]
+    # What the model has on a GPU; on a CPU the engine takes another one. A launch that names one has the last word.
+    own = ["--attention-backend=dsa"] if role == "decode" else []
     asked = [
-        {"line": [*case.launch.flags, *extra], "variables": dict(case.launch.environment), "on": list(case.on)}
+        {"line": [*own, *case.launch.flags, *extra], "variables": dict(case.launch.environment), "on": list(case.on)}
         for case in cases(role)
     ]
     (folder / "cases.json").write_text(json.dumps(asked), encoding="utf-8")
