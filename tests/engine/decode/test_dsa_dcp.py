@@ -622,6 +622,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dsa_prefill_backend": "flashinfer_sparse_mla"}, "whose LSE has one base"),
     ({"dsa_prefill_backend": "flashmla_sparse"}, "flashmla_kv for an fp8 cache"),
     ({"dsa_prefill_backend": "flashmla_sparse_q8"}, "flashmla_kv for an fp8 cache"),
+    ({"dsa_prefill_backend": "flashmla_sparse", "kv_cache_dtype": "fp8_e5m2"}, "flashmla_kv for an fp8 cache"),
     ({"dcp_replicate_q_proj": True}, "no --dcp-replicate-q-proj"),
     ({"attn_cp_size": 2, "tp_size": 4}, "no prefill context parallelism"),
     ({"pp_size": 2}, r"--pp-size 1 \(found 2\)"),

@@ -300,6 +300,18 @@ def test_stock_raises_out_of_the_schedulers_loop_and_the_patch_fails_these_reque
         assert set(queue.kv_manager.prefill_info_table) == {OTHER}
 
 
+@pytest.mark.parametrize("error", [TypeError("no such field"), KeyError("x"), AssertionError("pp")])
+def test_a_look_up_that_raises_anything_fails_its_requests_alone(on: Tree, error: Exception) -> None:
+    on.serve()
+    queue = on.queue(on.manager())
+    queue._ensure_retry_count[ADDRESS] = 3
+    bad = [on.request(queue, 1)]
+    with mock.patch.object(queue.kv_manager, "try_ensure_parallel_info", mock.Mock(side_effect=error)):
+        assert on.ensure(queue, {ADDRESS: bad}) == ({}, [])
+    assert queue.kv_manager.request_status[1] == on.poll.Failed
+    assert ADDRESS not in queue._ensure_retry_count
+
+
 def test_the_reason_of_a_refusal_is_what_stock_would_have_died_of(on: Tree) -> None:
     on.serve(kv_cache_dtype="bfloat16")
     queue = on.queue(on.manager())

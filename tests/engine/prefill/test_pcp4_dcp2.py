@@ -265,6 +265,42 @@ def test_a_peer_that_does_not_fit_is_refused_by_name_and_the_next_one_is_registe
     assert re.search(reason, on.narrow._state_of(manager).refused["127.0.0.1:9"])
 
 
+@pytest.mark.parametrize(
+    ("pointers", "sizes", "reason"),
+    [
+        ([[4096, 8192], [1 << 14]], [[8448, 8448], [256]], ""),
+        ([[4096, 8192], [1 << 14]], [[8448, 8448], [128]], r"of state component 1 must be \[256\], got \[128\]"),
+        ([[4096, 8192], [1, 2]], [[8448, 8448], [256]], "layers of state component 1 must be 1, got 2"),
+    ],
+)
+def test_every_component_of_the_state_is_compared(
+    on: Tree, pointers: list[list[int]], sizes: list[list[int]], reason: str
+) -> None:
+    world = World()
+    manager = manager_of(on, world)
+    manager.kv_args.state_data_ptrs = [[4096, 8192], [1 << 14]]
+    manager.kv_args.state_item_lens = [[8448, 8448], [256]]
+    receive(on, manager, [frames(on, world, PEER, 2, 0, state=(pointers, sizes))])
+    assert (PEER in manager.decode_kv_args_table) == (not reason)
+    assert re.search(reason, on.narrow._state_of(manager).refused.get(PEER, ""))
+
+
+def test_a_dummy_request_of_a_refused_session_goes_the_stock_way(on: Tree) -> None:
+    manager = manager_of(on, World())
+    on.narrow._state_of(manager).refused[PEER] = "another draft"
+    for dummy, away in ((True, False), (False, True)):
+        request = SimpleNamespace(is_dummy=dummy, mooncake_session_id=PEER, room=1, endpoint="127.0.0.1", dst_port=1)
+        manager.request_status[1] = on.poll.WaitingForInput
+        with on.active():
+            assert on.narrow.turned_away(manager, request, 0) is away
+
+
+def test_a_failed_transfer_of_state_is_not_taken_for_one_of_another_length(on: Tree) -> None:
+    manager = manager_of(on, World())
+    for status in (0, -1, int(on.narrow.STATE_MISMATCH)):
+        assert not on.narrow.state_refused(manager, status, SimpleNamespace(room=1), 0)
+
+
 def test_stock_takes_a_peer_with_another_draft_or_index(base: Tree, off: Tree) -> None:
     for tree in (base, off):
         world = World()
