@@ -48,7 +48,7 @@ def without_source(root: Path) -> None:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Everything that the check reads."""
-    for name in ("config", "docs", "evidence", "patches", "sources", "benchmarks", "lab", "tests"):
+    for name in ("config", "docs", "evidence", "patches", "sources", "benchmarks", "lab", "tests", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", tmp_path)
     return tmp_path
