@@ -855,38 +855,30 @@ def clean_command(report: Report, bundle_path: Path) -> Exit:
     "--evidence", is_flag=True, help="Check every figure and every link upstream. Needs the whole repository."
 )
 @verb("check")
-def check_cli(
-    report: Report,
-    bundle_path: Path,
-    expect: str,
-    full: bool,
-    bytecode: str | None,
-    evidence: bool,
-    **options: Any,
-) -> Exit:
+def check_cli(report: Report, bundle_path: Path, **given: Any) -> Exit:
     """Verify the bundle itself and, with --root or --python, a target. Read-only.
 
     \b
     Exit codes: 0 holds, 1 does not hold, 2 usage, 4 a run was interrupted, 6 the file system failed.
     """
-    if not full or options["root"] is None:
-        return _check(report, bundle_path, expect, full, bytecode, evidence, None, options)
+    if not given["full"] or given["root"] is None:
+        return _check(report, bundle_path, None, **given)
     from patchbundle import survey
 
     # Hashed while the bundle is read, which then tells whether this was the place.
-    with survey.guessed(options["root"], "sglang") as early:
-        return _check(report, bundle_path, expect, full, bytecode, evidence, early, options)
+    with survey.guessed(given["root"], "sglang") as early:
+        return _check(report, bundle_path, early, **given)
 
 
 def _check(
     report: Report,
     bundle_path: Path,
+    early: Begun | None,
     expect: str,
     full: bool,
     bytecode: str | None,
     evidence: bool,
-    early: Begun | None,
-    options: dict[str, Any],
+    **options: Any,
 ) -> Exit:
     from patchbundle import change, manifest
 
